@@ -1,0 +1,48 @@
+"""Triton kernels, one op a file: `_op_kernel`, its launcher `op`, its PyTorch truth `op_ref`, its record `OP`.
+
+Shape letters: B batch, H query heads, G kv heads, M query length, N key length, D head_dim;
+for products M rows, N outputs, K inputs; R rotated entries of a head.
+"""
+
+from trinfer.kernels.activation import activation, activation_ref, gelu, relu
+from trinfer.kernels.attention import attention, attention_ref
+from trinfer.kernels.decode_attention import decode_attention, decode_attention_ref
+from trinfer.kernels.embedding import embedding, embedding_ref
+from trinfer.kernels.gated_activation import gated_activation, gated_activation_ref, silu_mul
+from trinfer.kernels.gemv import gemv, gemv_ref
+from trinfer.kernels.layer_norm import layer_norm, layer_norm_ref
+from trinfer.kernels.matmul import matmul, matmul_ref
+from trinfer.kernels.op import Op, count_launches
+from trinfer.kernels.rms_norm import rms_norm, rms_norm_ref
+from trinfer.kernels.rotary import rotary, rotary_ref
+
+OPS: tuple[Op, ...] = ()
+
+__all__ = [
+    "OPS",
+    "Op",
+    "activation",
+    "activation_ref",
+    "attention",
+    "attention_ref",
+    "count_launches",
+    "decode_attention",
+    "decode_attention_ref",
+    "embedding",
+    "embedding_ref",
+    "gated_activation",
+    "gated_activation_ref",
+    "gelu",
+    "gemv",
+    "gemv_ref",
+    "layer_norm",
+    "layer_norm_ref",
+    "matmul",
+    "matmul_ref",
+    "relu",
+    "rms_norm",
+    "rms_norm_ref",
+    "rotary",
+    "rotary_ref",
+    "silu_mul",
+]

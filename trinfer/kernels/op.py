@@ -1,0 +1,68 @@
+"""The record that describes an op to tests, benchmarks, tuner and compile gate, and what all launchers share."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinfer.autotune import Config
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """A mathematical function: its Triton launcher, its PyTorch truth, and how to configure, feed and price it."""
+
+    name: str
+    launcher: Callable[..., Any]
+    ref: Callable[..., Any]
+    space: tuple[Config, ...]
+    default: Callable[[Any], Config]
+    inputs: Callable[..., dict[str, Any]]
+    cost: Callable[..., tuple[int, int]]
+
+
+_counters: list[Counter[str]] = []
+
+
+@contextlib.contextmanager
+def count_launches() -> Iterator[Counter[str]]:
+    """Count, by op name, the launches that run as Triton inside the `with` block; references are not counted."""
+    counter: Counter[str] = Counter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        # by identity: two counters that hold the same numbers are equal
+        _counters[:] = [c for c in _counters if c is not counter]
+
+
+def launched(name: str) -> None:
+    """Tell every open `count_launches` that the kernel of op `name` is about to run."""
+    for counter in _counters:
+        counter[name] += 1
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """`x` itself if its last dimension is contiguous in memory, else a contiguous copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x` as a matrix [M, N] of rows with unit stride: a view where the strides allow it, else a copy."""
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Bytes of all given tensors together."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype a reference computes in: float64 for float64 inputs (tests), else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
