@@ -1,0 +1,67 @@
+"""Write the tables of README.md that are made from code: `python bench/readme_tables.py`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinfer.config import DEPRECATED, UNBUILT, InferenceConfig
+from trinfer.config.section import Section
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = (
+    "<!-- begin of the config tables (bench/readme_tables.py) -->\n",
+    "<!-- end of the config tables -->\n",
+)
+
+
+def config_tables() -> str:
+    """Every field of InferenceConfig and its sections, then the deprecated names, as Markdown."""
+    return "\n".join([*section_tables("", InferenceConfig), *deprecated_table()]) + "\n"
+
+
+def section_tables(path: str, section: type[Section]) -> list[str]:
+    """The table of one section, then those of the sections inside it."""
+    lines = [f"**`{path}`**", ""] if path else []
+    lines += ["| field (alias) | default | meaning | today |", "|---|---|---|---|"]
+    inner: list[str] = []
+    for name, field in section.model_fields.items():
+        here = f"{path}.{name}".lstrip(".")
+        alias = f" (`{field.alias}`)" if field.alias else ""
+        below = section.inner(name)
+        status = today(here, "see below" if below else "acts")
+        lines.append(f"| `{name}`{alias} | `{shown(field.default)}` | {field.description} | {status} |")
+        inner += section_tables(here, below) if below else []
+    return [*lines, "", *inner]
+
+
+def deprecated_table() -> list[str]:
+    """Old names and where their values go."""
+    rows = [
+        f"| `{old}` | {f'`{new}`' if new else 'nowhere: leave it out'} |" for old, new in DEPRECATED.items()
+    ]
+    return ["**Deprecated names**", "", "| old | new |", "|---|---|", *rows]
+
+
+def today(path: str, open_status: str) -> str:
+    """What the field at the dotted `path` does today; `open_status` where nothing is left to build."""
+    if path in UNBUILT:
+        return f"only `{UNBUILT[path].allowed}`"
+    parents = path.split(".")[:-1]
+    is_closed = any(".".join(parents[: depth + 1]) in UNBUILT for depth in range(len(parents)))
+    return "not yet" if is_closed else open_status
+
+
+def shown(default: Any) -> str:
+    """A default as a caller would type it."""
+    return str(default).removeprefix("torch.") if isinstance(default, torch.dtype) else repr(default)
+
+
+def with_tables(text: str) -> str:
+    """The text of the README with its tables made anew."""
+    head, rest = text.split(BEGIN)
+    return head + BEGIN + config_tables() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(with_tables(README.read_text()))
