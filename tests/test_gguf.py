@@ -9,45 +9,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from tests.gguf_files import (
+    KINDS,
+    METADATA,
+    TOKENS,
+    llama_tensors,
+    text,
+    tiny_gguf,
+    tiny_llama,
+    write_gguf,
+)
 from trinfer.checkpoint import load_gguf, load_model, meta_model, read_gguf, resolve
 from trinfer.checkpoint.gguf import BLOCK_TYPES
-
-KINDS = {block_type.name: kind for kind, block_type in BLOCK_TYPES.items()}
-Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
-
-
-def text(value: str) -> bytes:
-    encoded = value.encode()
-    return struct.pack("<Q", len(encoded)) + encoded
-
-
-def typed(value: Any) -> bytes:
-    """A metadata value with its kind in front: bool, int (u32), float, str, or a list of one of them."""
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + text(value)
-    kind = typed(value[0])[:4] if value else struct.pack("<I", 4)
-    return struct.pack("<I", 9) + kind + struct.pack("<Q", len(value)) + b"".join(typed(v)[4:] for v in value)
-
-
-def write_gguf(path: Path, metadata: dict[str, Any], tensors: Tensors, version: int = 3) -> Path:
-    """A GGUF file of `tensors`: name -> (block type, shape, bytes)."""
-    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
-    head += b"".join(text(key) + typed(value) for key, value in metadata.items())
-    body = b""
-    for name, (kind, shape, data) in tensors.items():
-        head += text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape[::-1])
-        head += struct.pack("<IQ", KINDS.get(kind, 99), len(body))
-        body += data + bytes(-len(data) % 32)
-    path.write_bytes(head + bytes(-len(head) % 32) + body)
-    return path
 
 
 def half(data: bytes) -> np.float32:
@@ -105,89 +80,6 @@ def test_metadata_comes_back(metadata: dict[str, Any], version: int, tmp_path: P
     assert read_gguf(write_gguf(tmp_path / "x.gguf", metadata, {}, version)).metadata == metadata
 
 
-TOKENS = ["<pad>", "<s>", "</s>", *"abcdefgh", "Ġ", "ab", "cd", "abcd", "0", "1", "<tool>", *"!?.ijkl"]
-METADATA = {
-    "general.architecture": "llama",
-    "llama.block_count": 2,
-    "llama.context_length": 128,
-    "llama.embedding_length": 32,
-    "llama.feed_forward_length": 64,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 5000.0,
-    "llama.rope.dimension_count": 8,
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": TOKENS,
-    "tokenizer.ggml.token_type": [3, 3, 3, *[1] * 14, 4, *[1] * 7],
-    "tokenizer.ggml.merges": ["a b", "c d", "ab cd"],
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-    "tokenizer.ggml.padding_token_id": 0,
-    "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def tiny_llama(tie: bool = True) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(TOKENS),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-            tie_word_embeddings=tie,
-        )
-    ).eval()
-
-
-def neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head in llama.cpp's order: row i of one half, row i of the other, row i + 1 ..."""
-    head_dim = weight.shape[0] // heads
-    order = [
-        h * head_dim + half * head_dim // 2 + i
-        for h in range(heads)
-        for i in range(head_dim // 2)
-        for half in (0, 1)
-    ]
-    return weight[order]
-
-
-def llama_tensors(model: LlamaForCausalLM) -> Tensors:
-    tensors = {}
-    for name, weight in model.named_parameters():
-        stem = name.removesuffix(".weight")
-        if stem.startswith("model.layers."):
-            _, _, layer, rest = stem.split(".", 3)
-            stem = f"blk.{layer}.{NAMES[rest]}"
-        else:
-            stem = NAMES[stem]
-        if stem.endswith(("attn_q", "attn_k")):
-            weight = neighbours(weight, 4 if stem.endswith("q") else 2)
-        tensors[f"{stem}.weight"] = ("F32", tuple(weight.shape), weight.detach().numpy().tobytes())
-    return tensors
-
-
 @pytest.mark.parametrize("tie", [True, False])
 def test_llama_file_gives_the_model_it_was_written_from(tie: bool, tmp_path: Path) -> None:
     original = tiny_llama(tie)
@@ -202,15 +94,13 @@ def test_llama_file_gives_the_model_it_was_written_from(tie: bool, tmp_path: Pat
 
 
 def test_weights_take_the_dtype_and_rotary_frequencies_keep_float32(tmp_path: Path) -> None:
-    model, _ = load_gguf(
-        write_gguf(tmp_path / "x.gguf", METADATA, llama_tensors(tiny_llama())), torch.bfloat16
-    )
+    model, _ = load_gguf(tiny_gguf(tmp_path), torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32 and model.dtype == torch.bfloat16
 
 
 def test_tokenizer_merges_splits_digits_and_keeps_special_tokens_whole(tmp_path: Path) -> None:
-    _, tokenizer = load_gguf(write_gguf(tmp_path / "x.gguf", METADATA, llama_tensors(tiny_llama())))
+    _, tokenizer = load_gguf(tiny_gguf(tmp_path))
     for piece, tokens in {
         "abcd": ["abcd"],
         "ab 10<tool>": ["ab", "Ġ", "1", "0", "<tool>"],
@@ -226,10 +116,6 @@ def test_bos_token_is_put_in_front_where_the_file_asks_for_it(tmp_path: Path) ->
     metadata = METADATA | {"tokenizer.ggml.add_bos_token": True}
     _, tokenizer = load_gguf(write_gguf(tmp_path / "x.gguf", metadata, llama_tensors(tiny_llama())))
     assert tokenizer("ab").input_ids == [1, TOKENS.index("ab")]
-
-
-def without(tensors: Tensors, name: str) -> Tensors:
-    return {key: value for key, value in tensors.items() if key != name}
 
 
 REFUSED = {
@@ -287,7 +173,7 @@ def test_another_file_is_refused(start: bytes, tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_file_gives_a_value_error_and_nothing_else(data: st.DataObject, tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "x.gguf", METADATA, llama_tensors(tiny_llama()))
+    path = tiny_gguf(tmp_path)
     content = bytearray(path.read_bytes())
     end = data.draw(st.integers(0, len(content) - 33), "cut here")
     path.write_bytes(content[:end])
@@ -320,7 +206,7 @@ def test_expanded_values_own_their_memory(tmp_path: Path) -> None:
 
 
 def test_names_resolve_to_models(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "x.gguf", METADATA, llama_tensors(tiny_llama()))
+    path = tiny_gguf(tmp_path)
     folder = tmp_path / "folder"
     model, tokenizer = load_model(str(path))
     model.save_pretrained(folder)
