@@ -59,7 +59,9 @@ def why_reference() -> str:
     if not has_triton():
         return "the package triton cannot be imported; install it with: pip install triton"
     if torch.cuda.is_available():
-        return "the tensors are on the CPU of a machine with a GPU; move the model to the GPU: model.to('cuda')"
+        return (
+            "the tensors are on the CPU of a machine with a GPU; move the model to the GPU: model.to('cuda')"
+        )
     return (
         "no C compiler was found (looked at $CC, cc, gcc, clang); install one, e.g. apt-get install gcc, "
         "or set CC=/path/to/cc"
@@ -116,9 +118,13 @@ def check(dtype: torch.dtype, use_triton: bool) -> Backend:
     """
     where, device = kind(), default_device()
     if use_triton and where == "reference":
-        raise ValueError(f"use_triton=True is not possible here: {why_reference()}; or leave use_triton unset")
+        raise ValueError(
+            f"use_triton=True is not possible here: {why_reference()}; or leave use_triton unset"
+        )
     dtypes = supported_dtypes(device)
     if dtype not in dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise ValueError(f"dtype={dtype} cannot run on {device}; allowed here: {names}; pass one of these as dtype")
+        raise ValueError(
+            f"dtype={dtype} cannot run on {device}; allowed here: {names}; pass one of these as dtype"
+        )
     return Backend(where, device, dtypes)

@@ -1,0 +1,88 @@
+"""The C compiler of the host."""
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+compile_listeners: list[Callable[[str], None]] = []
+"""Called with the name of a kernel when its C compilation starts; nothing is called for a cached kernel."""
+
+_HERE = Path(__file__).parent
+_FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-ffp-contract=fast",
+    "-fno-semantic-interposition",
+    "-Wno-psabi",
+    "-Wno-unknown-pragmas",
+]
+
+
+def find_compiler() -> str | None:
+    """The C compiler: $CC, cc, gcc or clang, whichever is found first; None if there is none."""
+    wanted = os.environ.get("CC")
+    return next(
+        (path for name in (wanted, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None
+    )
+
+
+@functools.cache
+def features() -> tuple[str, ...]:
+    """The vector extensions of this CPU that change what a kernel compiles to."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    return tuple(
+        f
+        for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "sve")
+        if re.search(rf"\b{f}\b", text)
+    )
+
+
+@functools.cache
+def version() -> str:
+    """Changes with everything that changes the machine code: this folder, the compiler, the CPU."""
+    digest = hashlib.sha256()
+    for path in sorted(_HERE.glob("*.*")):
+        digest.update(path.read_bytes())
+    cc = find_compiler()
+    banner = (
+        subprocess.run([cc, "--version"], capture_output=True, text=True, check=False).stdout if cc else ""
+    )
+    digest.update("\n".join([cc or "", banner, *_FLAGS, platform.machine(), *features()]).encode())
+    return digest.hexdigest()
+
+
+def build(source: str, name: str, flags: list[str] | None = None) -> bytes:
+    """Compile C to a shared object.
+
+    Raises:
+        RuntimeError: the compiler is missing or refuses the source; carries its message.
+    """
+    cc = find_compiler()
+    if cc is None:
+        raise RuntimeError(
+            "no C compiler was found (looked at $CC, cc, gcc, clang); install one, e.g. apt-get install gcc"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        text, binary = Path(folder, f"{name[:100]}.c"), Path(folder, "out.so")
+        text.write_text(source)
+        command = [cc, *_FLAGS, *(flags or []), f"-I{_HERE}", str(text), "-o", str(binary), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{cc} cannot compile kernel {name}:\n{done.stderr[:4000]}")
+        return binary.read_bytes()

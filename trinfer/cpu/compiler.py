@@ -1,0 +1,115 @@
+"""The Triton backend `cpu`: TTIR -> C -> shared object, in three stages that Triton caches like any other."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from triton._C.libtriton import ir, passes
+from triton.backends.compiler import BaseBackend, GPUTarget
+
+from trinfer.cpu import libdevice
+from trinfer.cpu.build import build, compile_listeners, version
+from trinfer.cpu.emit import to_c
+from trinfer.cpu.ttir import parse
+
+
+@dataclass(frozen=True)
+class CPUOptions:
+    """Launch options; those that steer a GPU are accepted, so that one launcher serves both, and change nothing."""
+
+    num_warps: int = 1
+    num_ctas: int = 1
+    num_stages: int = 1
+    warp_size: int = 1
+    maxnreg: int | None = None
+    enable_fp_fusion: bool = True
+    launch_cooperative_grid: bool = False
+    launch_pdl: bool = False
+    supported_fp8_dtypes: tuple[str, ...] = ("fp8e5", "fp8e4nv")
+    deprecated_fp8_dot_operand_dtypes: tuple[str, ...] = ()
+    default_dot_input_precision: str = "ieee"
+    allowed_dot_input_precisions: tuple[str, ...] = ("ieee", "tf32", "tf32x3", "bf16x3", "bf16x6")
+    max_num_imprecise_acc_default: int = 0
+    extern_libs: tuple[tuple[str, str], ...] = ()
+    debug: bool = False
+    backend_name: str = "cpu"
+    sanitize_overflow: bool = False
+    arch: str = "native"
+    instrumentation_mode: str = ""
+    fpsan_homomorphic_casts: bool = False
+    ir_override: str | None = None
+
+    def hash(self) -> str:
+        """Part of Triton's cache key."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def _to_ttir(module: Any, metadata: dict[str, Any]) -> Any:
+    """Triton's own target-independent passes."""
+    manager = ir.pass_manager(module.context)
+    manager.enable_debug()
+    passes.common.add_inliner(manager)
+    passes.ttir.add_rewrite_tensor_descriptor_to_pointer(manager)
+    passes.common.add_canonicalizer(manager)
+    passes.ttir.add_combine(manager)
+    passes.ttir.add_reorder_broadcast(manager)
+    passes.common.add_cse(manager)
+    passes.common.add_symbol_dce(manager)
+    passes.ttir.add_loop_unroll(manager)
+    passes.common.add_licm(manager)
+    manager.run(module, "make_ttir")
+    return module
+
+
+def _to_c(module: Any, metadata: dict[str, Any]) -> str:
+    function = parse(str(module))
+    metadata.update(
+        name=function.name,
+        shared=0,
+        tmem_size=None,
+        global_scratch_size=0,
+        global_scratch_align=1,
+        profile_scratch_size=0,
+        profile_scratch_align=1,
+    )
+    return to_c(function)
+
+
+def _to_so(source: str, metadata: dict[str, Any]) -> bytes:
+    for listener in compile_listeners:
+        listener(metadata["name"])
+    return build(source, metadata["name"])
+
+
+class CPUBackend(BaseBackend):
+    """What Triton asks of a backend."""
+
+    binary_ext = "so"
+
+    @staticmethod
+    def supports_target(target: GPUTarget) -> bool:
+        return target.backend == "cpu"
+
+    def hash(self) -> str:
+        return f"cpu-{version()}"
+
+    def parse_options(self, options: dict[str, Any]) -> CPUOptions:
+        known = CPUOptions.__dataclass_fields__
+        return CPUOptions(**{k: v for k, v in options.items() if k in known and v is not None})
+
+    def pack_metadata(self, metadata: Any) -> tuple[()]:
+        return ()
+
+    def get_codegen_implementation(self, options: CPUOptions) -> dict[str, Any]:
+        return {"min_dot_size": lambda a, b: (1, 1, 1)}
+
+    def get_module_map(self) -> dict[str, Any]:
+        return {"triton.language.extra.libdevice": libdevice}
+
+    def load_dialects(self, context: Any) -> None:
+        """All dialects of TTIR are loaded by Triton."""
+
+    def add_stages(self, stages: dict[str, Any], options: CPUOptions, language: Any = None) -> None:
+        stages["ttir"] = _to_ttir
+        stages["c"] = _to_c
+        stages["so"] = _to_so

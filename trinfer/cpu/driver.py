@@ -1,0 +1,168 @@
+"""The Triton driver `cpu`: loads shared objects and launches their programs on torch's threads."""
+
+import ctypes
+import functools
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.cache import get_cache_manager
+
+from trinfer.cpu.build import build, version
+
+_FORMATS = {
+    "i1": "i", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
+    "u1": "i", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp16": "f", "bf16": "f", "fp32": "f", "f32": "f", "fp64": "d", "f64": "d",
+}  # fmt: skip
+"""Scalar types of a kernel signature as struct formats, in the order and alignment of the emitted `struct args`."""
+
+
+@functools.cache
+def runtime() -> ctypes.CDLL:
+    """The compiled `runtime.c`; its OpenMP calls bind to the library that torch has loaded: one pool of threads."""
+    source = Path(__file__).with_name("runtime.c").read_text()
+    cache = get_cache_manager(version())
+    path = cache.get_file("runtime.so")
+    if path is None:
+        path = cache.put(build(source, "runtime", ["-fopenmp"]), "runtime.so", binary=True)
+    _load_openmp()
+    library = ctypes.CDLL(path)
+    library.launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
+    library.launch.restype = None
+    return library
+
+
+def _load_openmp() -> None:
+    """Make the OpenMP runtime inside torch's wheel visible to libraries loaded later."""
+    for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*")) + sorted(
+        Path(torch.__file__).parents[1].glob("torch.libs/libgomp*")
+    ):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """Arguments with tuples taken apart, as the signature of the kernel has them."""
+    flat: list[Any] = []
+    for value in values:
+        flat += _flat(value) if isinstance(value, tuple) else [value]
+    return flat
+
+
+class Launcher:
+    """Packs the arguments of one kernel and runs its grid."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        kinds = _flat(list(src.signature.values()))
+        self.has_tuples = any(isinstance(kind, tuple) for kind in src.signature.values())
+        self.kept = [(i, kind[0] == "*") for i, kind in enumerate(kinds) if kind != "constexpr"]
+        codes = ["P" if pointer else _FORMATS[kinds[i]] for i, pointer in self.kept]
+        self.pack = struct.Struct("@iii" + "".join(codes)).pack
+        self.launch = runtime().launch
+
+    def __call__(
+        self, grid0: int, grid1: int, grid2: int, stream: int, function: int, packed: Any, metadata: Any,
+        enter_hook: Any, exit_hook: Any, *args: Any,
+    ) -> None:  # fmt: skip
+        """Run the programs of a grid; returns when they are done."""
+        if enter_hook is not None:
+            enter_hook(metadata)
+        values = _flat(args) if self.has_tuples else args
+        fields = [_address(values[i]) if pointer else values[i] for i, pointer in self.kept]
+        programs = grid0 * grid1 * grid2
+        if programs > 0:
+            self.launch(function, self.pack(grid0, grid1, grid2, *fields), programs, torch.get_num_threads())
+        if exit_hook is not None:
+            exit_hook(metadata)
+
+
+def _address(value: Any) -> int:
+    return 0 if value is None else value if isinstance(value, int) else value.data_ptr()
+
+
+class Utils:
+    """What Triton calls to load a binary."""
+
+    def get_device_properties(self, device: Any) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 30, "multiprocessor_count": torch.get_num_threads()}
+
+    def load_binary(
+        self, name: str, binary: bytes, shared: int, device: Any
+    ) -> tuple[Any, int, int, int, int]:
+        """(library, address of its `programs`, registers, spills, most threads)"""
+        handle, path = tempfile.mkstemp(suffix=".so")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(binary)
+            library = ctypes.CDLL(path)
+        finally:
+            os.unlink(path)
+        address = ctypes.cast(library.programs, ctypes.c_void_p).value
+        assert address is not None
+        return library, address, 0, 0, 1 << 20
+
+    def unload_module(self, module: Any) -> None:
+        """Libraries stay loaded: a recorded launch may still point into them."""
+
+
+class CPUDriver(DriverBase):
+    """What Triton asks of a driver."""
+
+    target = GPUTarget("cpu", "native", 1)
+    launcher_cls = Launcher
+
+    def __init__(self) -> None:
+        self.utils = Utils()
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Never found by Triton's search: `activate` sets it, and only where no GPU driver is."""
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return "cpu"
+
+    def set_current_device(self, device: Any) -> None:
+        """There is one."""
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_empty_cache_for_benchmark(self) -> torch.Tensor:
+        return torch.empty(64 << 20, dtype=torch.int8)
+
+    def clear_cache(self, cache: torch.Tensor) -> None:
+        cache.zero_()
+
+    def get_benchmarker(self) -> Callable[..., Any]:
+        return _benchmark
+
+
+def _benchmark(call: Callable[[], Any], quantiles: Sequence[float] | None = None, **options: Any) -> Any:
+    """Milliseconds of a call: the median, or the quantiles, of 5 runs after one that warms up."""
+    call()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    times.sort()
+    if quantiles is None:
+        return times[len(times) // 2]
+    return [times[min(len(times) - 1, int(q * len(times)))] for q in quantiles]

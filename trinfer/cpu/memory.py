@@ -1,0 +1,167 @@
+"""Stores, atomics and the ops that move elements through memory."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from trinfer.cpu.affine import coefficient
+from trinfer.cpu.nest import Nest
+from trinfer.cpu.scalar import c_type, to_memory
+from trinfer.cpu.ttir import Op
+
+if TYPE_CHECKING:
+    from trinfer.cpu.emit import Emitter
+
+
+def _contiguous_axis(emitter: Emitter, op: Op) -> int | None:
+    """The axis along which the pointers of a store are contiguous."""
+    shape = op.operands[0].type.shape or ()
+    poly = emitter.affine.poly(op.operands[0], tuple(f"i{d}" for d in range(len(shape))))
+    if poly is None:
+        return None
+    return next(
+        (d for d in reversed(range(len(shape))) if shape[d] > 1 and coefficient(poly, f"i{d}") == 1), None
+    )
+
+
+def _store(emitter: Emitter, op: Op) -> None:
+    pointer, value = op.operands[:2]
+    mask = op.operands[2] if len(op.operands) > 2 else None
+    elem = pointer.type.pointee
+    if pointer.type.shape is None:
+        guard = f"if ({emitter.scalar(mask)}) " if mask is not None else ""
+        place = emitter.access(op, pointer, emitter.scalar(pointer))
+        emitter.line(f"{guard}{place} = {to_memory(elem, emitter.scalar(value))};")
+        return
+
+    def body(nest: Nest) -> None:
+        guard = nest.guard(mask)
+        place = emitter.access(op, pointer, nest.value(pointer))
+        nest.statement(f"{f'if ({guard}) ' if guard else ''}{place} = {to_memory(elem, nest.value(value))};")
+
+    Nest(emitter, pointer.type.shape, _contiguous_axis(emitter, op)).run(body)
+
+
+def _atomic_rmw(emitter: Emitter, op: Op) -> None:
+    pointer, value = op.operands[:2]
+    mask = op.operands[2] if len(op.operands) > 2 else None
+    kind = re.search(r"\b(fadd|add|max|min|umax|umin|and|or|xor|exch)\b", op.attrs)
+    assert kind, op.attrs
+    elem = pointer.type.pointee
+    _atomic(emitter, op, f"t_atomic_{kind[1]}_{elem}", [value], mask)
+
+
+def _atomic_cas(emitter: Emitter, op: Op) -> None:
+    _atomic(emitter, op, f"t_atomic_cas_{op.operands[0].type.pointee}", op.operands[1:], None)
+
+
+def _atomic(emitter: Emitter, op: Op, function: str, values: list, mask: object) -> None:
+    """One call per element, in order; the old values are kept if anything reads them."""
+    pointer, result = op.operands[0], op.results[0]
+    shape = pointer.type.shape
+    if shape is None:
+        args = ", ".join(emitter.scalar(x) for x in (pointer, *values))
+        name = emitter.scalars[result] = emitter.fresh(result.name)
+        guard = f"{emitter.scalar(mask)} ? " if mask is not None else ""
+        emitter.line(
+            f"{c_type(result.type.elem)} {name} = {guard}{function}({args}){' : 0' if guard else ''};"
+        )
+        return
+    array = emitter.new_array(result.type.elem, result.type.numel, result.name) if result.uses else None
+
+    def body(nest: Nest) -> None:
+        nest.simd = False
+        guard = nest.guard(mask)
+        call = f"{function}({', '.join(nest.value(x) for x in (pointer, *values))})"
+        keep = f"{array}[{nest.linear(shape, nest.index)}] = " if array else ""
+        nest.statement(f"{f'if ({guard}) ' if guard else ''}{keep}{call};")
+
+    Nest(emitter, shape).run(body)
+    if array:
+        emitter.own(result, array, op)
+
+
+def _gather(emitter: Emitter, op: Op) -> None:
+    source, places = op.operands
+    axis, shape = int(op.attr("axis") or 0), source.type.shape or ()
+    array = emitter.materialize(source)
+    dest = emitter.new_array(op.results[0].type.elem, op.results[0].type.numel, op.results[0].name)
+
+    def body(nest: Nest) -> None:
+        at = nest.value(places)
+        index = tuple(f"({at})" if d == axis else i for d, i in enumerate(nest.index))
+        nest.statement(
+            f"{dest}[{nest.linear(places.type.shape or (), nest.index)}] = {array}[{nest.linear(shape, index)}];"
+        )
+
+    Nest(emitter, places.type.shape or ()).run(body)
+    emitter.own(op.results[0], dest, op)
+
+
+def _cat(emitter: Emitter, op: Op) -> None:
+    result = op.results[0]
+    dest = emitter.new_array(result.type.elem, result.type.numel, result.name)
+    emitter.fill(op.operands[0], dest)
+    emitter.fill(op.operands[1], f"({dest} + {op.operands[0].type.numel})")
+    emitter.own(result, dest, op)
+
+
+def _histogram(emitter: Emitter, op: Op) -> None:
+    source, result = op.operands[0], op.results[0]
+    mask = op.operands[1] if len(op.operands) > 1 else None
+    dest = emitter.new_array(result.type.elem, result.type.numel, result.name)
+    emitter.line(f"memset({dest}, 0, sizeof {dest});")
+
+    def body(nest: Nest) -> None:
+        nest.simd = False
+        guard = f"if ({nest.value(mask)}) " if mask is not None else ""
+        nest.statement(f"{guard}{dest}[{nest.value(source)}]++;")
+
+    Nest(emitter, source.type.shape or ()).run(body)
+    emitter.own(result, dest, op)
+
+
+def _print(emitter: Emitter, op: Op) -> None:
+    """`tl.device_print`: a line per program and value, as on a GPU without the element positions."""
+    prefix = (re.search(r'"(.*?)"', op.attrs) or ["", ""])[1]
+    for value in op.operands:
+        form, cast = ("%g", "(double)") if value.type.is_float else ("%lld", "(long long)")
+        text = f'printf("pid (%d, %d, %d){prefix}{form}\\n", pid0, pid1, pid2, {cast}'
+        if value.type.shape is None:
+            emitter.line(f"{text}{emitter.scalar(value)});")
+            continue
+
+        def body(nest: Nest, text: str = text, value: object = value) -> None:
+            nest.simd = False
+            nest.statement(f"{text}{nest.value(value)});")
+
+        Nest(emitter, value.type.shape).run(body)
+
+
+def _assert(emitter: Emitter, op: Op) -> None:
+    """`tl.device_assert` (only in the TTIR of kernels launched with debug=True): stop the process, as a GPU would."""
+    message = (re.search(r'"(.*?)"', op.attrs) or ["", ""])[1]
+    stop = f't_assert_failed("{emitter.function.name}", "{op.line}", "{message}");'
+    condition = op.operands[0]
+    if condition.type.shape is None:
+        emitter.line(f"if (!{emitter.scalar(condition)}) {stop}")
+        return
+
+    def body(nest: Nest) -> None:
+        nest.simd = False
+        nest.statement(f"if (!{nest.value(condition)}) {stop}")
+
+    Nest(emitter, condition.type.shape).run(body)
+
+
+RULES = {
+    "tt.store": _store,
+    "tt.atomic_rmw": _atomic_rmw,
+    "tt.atomic_cas": _atomic_cas,
+    "tt.gather": _gather,
+    "tt.cat": _cat,
+    "tt.histogram": _histogram,
+    "tt.print": _print,
+    "tt.assert": _assert,
+}

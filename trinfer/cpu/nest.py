@@ -1,0 +1,400 @@
+"""Loop nests: one tile-wide statement as C loops.
+
+Each sub-expression is written at the outermost loop level where it is constant. A mask whose conditions are affine
+cuts the loops instead of being tested per element: the loop over its innermost axis runs over the part where the
+condition holds, and a second loop over the rest, in which masked loads are their `other` value, follows only if
+something has to be written there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trinfer.cpu.affine import Conjunct, Index, add, c_text, coefficient, source_index
+from trinfer.cpu.scalar import c_float, c_type, expression, float_literal, from_memory, literal, rounded
+from trinfer.cpu.ttir import Op, Type, Value
+
+if TYPE_CHECKING:
+    from trinfer.cpu.emit import Emitter
+
+SIMD = "#pragma omp simd"
+
+
+@dataclass(eq=False)
+class Loop:
+    """A C loop `for (axis = low; axis < high; axis++)` (the root has no axis): lines, inner loops, closing lines."""
+
+    axis: str | None = None
+    low: str = "0"
+    high: str = "1"
+    lines: list[str] = field(default_factory=list)
+    loops: list["Loop"] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    names: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def text(self, pragma: str, indent: str = "") -> list[str]:
+        """The lines of the loop; `pragma` goes before the innermost loops."""
+        if self.axis is not None and not (self.lines or self.loops or self.after):
+            return []
+        inner = indent + "  "
+        out = [f"{indent}{{"]
+        if self.axis is not None:
+            out = [f"{indent}{pragma}"] if pragma and not self.loops else []
+            out.append(
+                f"{indent}for (int {self.axis} = {self.low}; {self.axis} < {self.high}; {self.axis}++) {{"
+            )
+        out += [inner + line for line in self.lines]
+        for loop in self.loops:
+            out += loop.text(pragma, inner)
+        return [*out, *(inner + line for line in self.after), f"{indent}}}"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """An array that a nest reads: its name, the tile value it holds, where, and the C type of its elements."""
+
+    array: str
+    owner: Value
+    index: Index
+    c_type: str
+
+
+Body = Callable[["Nest"], None]
+
+
+class Nest:
+    """Builds the loops over one `shape`; `body(nest)` is called for each innermost loop and writes its statement."""
+
+    def __init__(self, emitter: "Emitter", shape: tuple[int, ...], inner: int | None = None) -> None:
+        self.emitter = emitter
+        self.shape = shape
+        axes = [d for d, n in enumerate(shape) if n > 1]
+        if inner is not None and inner in axes:
+            axes.remove(inner)
+            axes.append(inner)
+        self.axes = axes
+        self.index: Index = tuple(f"i{d}" if n > 1 else "0" for d, n in enumerate(shape))
+        self.levels = {f"i{d}": k + 1 for k, d in enumerate(axes)}
+        self.reads: list[Read] = []
+        self.simd = True
+        self.probing = False
+        self.masks: list[list[Conjunct]] = []
+        self.store_mask: list[Conjunct] | None = None
+        self.pragma = SIMD
+        self.root = Loop()
+        self._enter([self.root], {})
+
+    def _enter(self, path: list[Loop], assume: dict[Conjunct, bool | None]) -> None:
+        self.path, self.assume = path, assume
+        self.memo: dict[tuple[Value, Index], str] = {}
+
+    # ---- building
+
+    def run(self, body: Body) -> None:
+        """Write the nest to the emitter."""
+        self.probe(body)
+        self._build(0, [self.root], {}, body)
+        for line in self.root.text(self.pragma if self.simd else ""):
+            self.emitter.line(line)
+
+    def probe(self, body: Body) -> None:
+        """Evaluate the body once, for the masks and arrays in it; what it writes is thrown away."""
+        counters = dict(self.emitter.counters)
+        self.probing = True
+        self._enter([Loop() for _ in range(len(self.axes) + 1)], {})
+        body(self)
+        self.probing = False
+        self.emitter.counters = counters
+
+    def _cuts(self, axis: int, assume: dict[Conjunct, bool | None]) -> list[tuple[Conjunct, int]]:
+        """The conditions that bound `axis`, innermost of theirs, with coefficient 1 (above) or -1 (below)."""
+        name, cuts = f"i{axis}", []
+        live = [m for m in self._all_masks() if not any(assume.get(c) is False for c in m)]
+        for condition in dict.fromkeys(c for mask in live for c in mask):
+            if condition.terms is None or condition in assume:
+                continue
+            names = {n for m in condition.poly for n in m}
+            innermost = max((self.levels[n] for n in names if n in self.levels), default=0)
+            k = coefficient(condition.poly, name)
+            if innermost == self.levels[name] and k in (1, -1):
+                cuts.append((condition, k))
+        return cuts
+
+    def _all_masks(self) -> list[list[Conjunct]]:
+        return self.masks + ([self.store_mask] if self.store_mask else [])
+
+    def _build(self, level: int, path: list[Loop], assume: dict[Conjunct, bool | None], body: Body) -> None:
+        self._enter(path, assume)
+        if level == len(self.axes):
+            body(self)
+            return
+        axis = self.axes[level]
+        cuts = self._cuts(axis, assume)
+        size = str(self.shape[axis])
+        if not cuts:
+            self._inside(level, path, assume, body, "0", size)
+            return
+        low, high = self._bounds(axis, cuts)
+        self._inside(level, path, {**assume, **{c: True for c, _ in cuts}}, body, low, high)
+        if self.store_mask is not None and all(c in self.store_mask for c, _ in cuts):
+            return
+        outside = {**assume, **{c: (False if len(cuts) == 1 else None) for c, _ in cuts}}
+        if low != "0":
+            self._inside(level, path, outside, body, "0", low)
+        if high != size:
+            self._inside(level, path, outside, body, high, size)
+
+    def _inside(
+        self,
+        level: int,
+        path: list[Loop],
+        assume: dict[Conjunct, bool | None],
+        body: Body,
+        low: str,
+        high: str,
+    ) -> None:
+        loop = Loop(f"i{self.axes[level]}", low, high)
+        path[-1].loops.append(loop)
+        self._build(level + 1, [*path, loop], assume, body)
+
+    def _bounds(self, axis: int, cuts: list[tuple[Conjunct, int]]) -> tuple[str, str]:
+        """C names of the first and one past the last index of an axis at which all of its conditions hold."""
+        name, size = f"i{axis}", self.shape[axis]
+        low, high = "0", str(size)
+        for condition, k in cuts:
+            rest = {m: c for m, c in condition.poly.items() if m != (name,)}
+            if k == 1:
+                bound = c_text({m: -c for m, c in rest.items()})
+                high = self.put("int", f"t_clip({bound}, 0, {high})", self.level_now(), f"end{axis}")
+            else:
+                low = self.put(
+                    "int",
+                    f"t_clip({c_text(add(rest, {(): 1}))}, {low}, {size})",
+                    self.level_now(),
+                    f"begin{axis}",
+                )
+        if low != "0" and high != str(size):
+            high = self.put("int", f"{high} > {low} ? {high} : {low}", self.level_now(), f"end{axis}")
+        return low, high
+
+    # ---- writing
+
+    def level_now(self) -> int:
+        """The level of the innermost loop that is open."""
+        return len(self.path) - 1
+
+    def statement(self, text: str) -> None:
+        """A statement in the innermost loop."""
+        self.path[-1].lines.append(text)
+
+    def put(self, kind: str, text: str, level: int, base: str) -> str:
+        """Name an expression at a loop level; the same expression there gets the same name."""
+        loop = self.path[min(level, len(self.path) - 1)]
+        if (kind, text) not in loop.names:
+            name = loop.names[(kind, text)] = self.emitter.fresh(base)
+            self.levels[name] = level
+            loop.lines.append(
+                f"const {kind} {name} = {text};" if "*" not in kind else f"{kind} {name} = {text};"
+            )
+        return loop.names[(kind, text)]
+
+    def level_of(self, index: Index, parts: list[str]) -> int:
+        """The outermost level where an expression over these positions and names is constant."""
+        return max([self.levels.get(x, 0) for x in (*index, *parts)], default=0)
+
+    def linear(self, shape: tuple[int, ...], index: Index) -> str:
+        """Row-major position of an element of an array."""
+        terms, stride = [], 1
+        for n, i in zip(reversed(shape), reversed(index), strict=True):
+            if i != "0":
+                terms.append(i if stride == 1 else f"{i}*{stride}")
+            stride *= n
+        return " + ".join(reversed(terms)) or "0"
+
+    # ---- values
+
+    def value(self, value: Value, index: Index | None = None) -> str:
+        """C text of one element of a tile (or of a scalar)."""
+        if value.type.shape is None:
+            return self.emitter.scalar(value)
+        index = self.index if index is None else index
+        index = tuple("0" if n == 1 else i for n, i in zip(value.type.shape, index, strict=True))
+        if (value, index) not in self.memo:
+            self.memo[(value, index)] = self._element(value, index)
+        return self.memo[(value, index)]
+
+    def raw(self, value: Value, index: Index) -> str:
+        """Like `value` for a loaded 16-bit tile, as its bits in memory."""
+        op = value.op
+        assert op is not None
+        if op.name == "tt.load":
+            return self._load(op, index, raw=True)
+        source = source_index(op, index)
+        assert source is not None
+        return self.raw(op.operands[0], source)
+
+    def _element(self, value: Value, index: Index) -> str:
+        emitter, kind = self.emitter, value.type
+        if (array := emitter.arrays.get(value)) is not None:
+            self.reads.append(Read(array.name, value, index, c_type(kind.elem)))
+            place = f"{array.name}[{self.linear(kind.shape or (), index)}]"
+            return self.put(c_type(kind.elem), place, self.level_of(index, []), value.name)
+        if (moved := emitter.advanced.get(value)) is not None:
+            start = self.value(moved.start, index)
+            return self.put(
+                c_type(kind.elem), f"{start} + {moved.offset}", self.level_of((), [start]), value.name
+            )
+        op = value.op
+        assert op is not None, f"{value.name} is neither computed nor computable here"
+        if op.name == "tt.splat":
+            return emitter.scalar(op.operands[0])
+        if op.name == "arith.constant":
+            return literal(op)
+        if op.name == "tt.make_range":
+            start = op.attr("start")
+            return (
+                index[0]
+                if start == "0"
+                else self.put("int32_t", f"{index[0]} + {start}", self.level_of(index, []), value.name)
+            )
+        if (source := source_index(op, index)) is not None:
+            return self.value(op.operands[0], source)
+        if op.name == "tt.load":
+            return self._load(op, index)
+        if op.name == "arith.select" and (known := self.known(op.operands[0], index)) is not None:
+            return self.value(op.operands[1 if known else 2], index)
+        return self._compute(op, value, index)
+
+    def _compute(self, op: Op, value: Value, index: Index) -> str:
+        if op.name == "tt.split":
+            return self.value(op.operands[0], (*index, str(op.results.index(value))))
+        if op.name == "tt.join":
+            args = [self.value(x, index[:-1]) for x in op.operands]
+            if index[-1] in ("0", "1"):
+                return args[int(index[-1])]
+            text: str | None = f"{index[-1]} ? {args[1]} : {args[0]}"
+            level = self.level_of(index, args)
+        else:
+            args = [self.value(x, index) for x in op.operands]
+            text = expression(op, args, wraps=value not in self.emitter.plan.addressing)
+            level = self.level_of((), args)
+        if text is None:
+            raise self.emitter.unsupported(op)
+        return self.put(c_type(value.type.elem), text, level, value.name)
+
+    def _load(self, op: Op, index: Index, raw: bool = False) -> str:
+        kind = op.results[0].type
+        mask = op.operands[1] if len(op.operands) > 1 else None
+        conditions = self.emitter.affine.conjuncts(mask, index) if mask is not None else []
+        if self.probing and conditions:
+            self.masks.append(conditions)
+        other = self._other(op, index)
+        if any(self._holds(c) is False for c in conditions):
+            return "0" if raw else other
+        pointer = self.value(op.operands[0], index)
+        level = self.level_of((), [pointer])
+        for condition in conditions:
+            names = [n for m in condition.poly for n in m] if condition.terms is not None else []
+            level = max(level, self.level_of((), names))
+        place = self.emitter.access(op, op.operands[0], pointer)
+        text = place if raw else from_memory(kind.elem, place)
+        if not all(self._holds(c) for c in conditions):
+            assert mask is not None
+            test = self.value(mask, index)
+            text = f"{test} ? {text} : {'0' if raw else other}"
+            level = max(level, self.level_of((), [test, other]))
+        return self.put("uint16_t" if raw else c_type(kind.elem), text, level, op.results[0].name)
+
+    def _other(self, op: Op, index: Index) -> str:
+        if len(op.operands) > 2:
+            return self.value(op.operands[2], index)
+        return c_float(0.0, op.results[0].type.elem) if op.results[0].type.is_float else "0"
+
+    # ---- masks
+
+    def _holds(self, condition: Conjunct) -> bool | None:
+        if condition.terms is not None and all(not m for m, _ in condition.terms):
+            return sum(k for _, k in condition.terms) < 0
+        return self.assume.get(condition)
+
+    def known(self, mask: Value, index: Index) -> bool | None:
+        """Whether a mask is true or false everywhere in the present loop; None if it has to be tested."""
+        states = [self._holds(c) for c in self.emitter.affine.conjuncts(mask, index)]
+        return False if False in states else True if all(states) else None
+
+    def guard(self, mask: Value | None) -> str | None:
+        """The test that a store needs in the present loop; None if it may always store."""
+        if mask is None:
+            return None
+        if mask.type.shape is None:
+            return self.emitter.scalar(mask)
+        if self.probing:
+            self.store_mask = self.emitter.affine.conjuncts(mask, self.index)
+        return None if self.known(mask, self.index) else self.value(mask)
+
+    def constant(self, value: Value, index: Index) -> float | None:
+        """The number that every element is in the present loop, where masked loads are known to be `other`."""
+        op = value.op
+        if op is None or not value.type.is_float:
+            return None
+        if op.name == "arith.constant":
+            return float_literal(op)
+        if op.name == "tt.load":
+            conditions = self.emitter.affine.conjuncts(op.operands[1], index) if len(op.operands) > 1 else []
+            masked = any(self._holds(c) is False for c in conditions)
+            return (self.constant(op.operands[2], index) if len(op.operands) > 2 else 0.0) if masked else None
+        if op.name == "arith.select":
+            known = self.known(op.operands[0], index)
+            return None if known is None else self.constant(op.operands[1 if known else 2], index)
+        if (source := source_index(op, index)) is not None:
+            return self.constant(op.operands[0], source)
+        if op.name in ("arith.extf", "arith.truncf"):
+            return self.constant(op.operands[0], index)
+        if op.name in ("arith.mulf", "arith.addf"):
+            a, b = (self.constant(x, index) for x in op.operands)
+            if a is None or b is None:
+                return None
+            return a * b if op.name == "arith.mulf" else a + b
+        return None
+
+
+def unit_stride_axis(emitter: "Emitter", value: Value, shape: tuple[int, ...]) -> int | None:
+    """The axis along which most memory accesses behind a lazy value are contiguous."""
+    votes: dict[int, int] = {}
+
+    def visit(v: Value, axes: tuple[int | None, ...]) -> None:
+        op = v.op
+        if v.type.shape is None or op is None or v in emitter.arrays or v not in emitter.plan.lazy:
+            return
+        if op.name == "tt.load":
+            index = tuple(f"i{d}" for d in range(len(axes)))
+            poly = emitter.affine.poly(op.operands[0], index)
+            for d, axis in enumerate(axes):
+                if (
+                    axis is not None
+                    and poly is not None
+                    and v.type.shape[d] > 1
+                    and coefficient(poly, f"i{d}") == 1
+                ):
+                    votes[axis] = votes.get(axis, 0) + v.type.numel
+            return
+        if op.name == "tt.expand_dims":
+            at = int(op.attr("axis") or 0)
+            axes = axes[:at] + axes[at + 1 :]
+        elif op.name == "tt.trans":
+            moved: list[int | None] = [None] * len(axes)
+            for position, axis in enumerate(op.ints("order")):
+                moved[axis] = axes[position]
+            axes = tuple(moved)
+        elif op.name in ("tt.join", "tt.split", "tt.make_range", "tt.splat"):
+            return
+        for x in op.operands:
+            visit(x, axes)
+
+    visit(value, tuple(range(len(shape))))
+    return max(votes, key=lambda d: votes[d]) if votes else None
+
+
+def in_precision(kind: Type, text: str) -> str:
+    """A combined value in the precision of its type."""
+    return rounded(kind.elem, text) if kind.is_float else text

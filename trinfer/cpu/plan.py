@@ -1,0 +1,157 @@
+"""Which tile values are computed where they are used, and which become arrays.
+
+An elementwise value stays *lazy* (its expression is evaluated inside the loop nest of the op that consumes it) when
+that costs nothing (index arithmetic) or when exactly one such *sink* in the same block consumes it. Everything
+else is written to an array once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from trinfer.cpu.scalar import is_elementwise
+from trinfer.cpu.ttir import Block, Function, Op, Value
+
+WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "gpu.barrier", "ttg.barrier", "ttg.local_barrier"}
+COMBINERS = ("tt.reduce", "tt.scan")
+_FREE_FLOATS = ("tt.splat", "arith.constant", "tt.broadcast", "tt.expand_dims")
+
+
+@dataclass
+class Plan:
+    """The decisions for one kernel."""
+
+    lazy: set[Value] = field(default_factory=set)
+    cheap: set[Value] = field(default_factory=set)
+    sinks: dict[Value, list[Op]] = field(default_factory=dict)
+    addressing: set[Value] = field(default_factory=set)
+
+    def is_dead_after(self, value: Value, op: Op) -> bool:
+        """True if no op behind `op` (of the same block) reads the tile `value`, directly or through lazy values."""
+        sinks = self.sinks.get(value, [])
+        return bool(sinks) and all(s.block is op.block and s.index <= op.index for s in sinks)
+
+
+def make_plan(function: Function) -> Plan:
+    """Decide every tile value of a kernel."""
+    plan = Plan()
+    order = [op for block in function.blocks for op in _code(block)]
+    for op in order:
+        if op.name == "scf.for":
+            _find_advanced(plan, op)
+    for op in reversed(order):
+        for value in op.results:
+            _decide(plan, value, op)
+    for block in function.blocks:
+        _argument_sinks(plan, block)
+    _find_addressing(plan, order)
+    return plan
+
+
+def _code(block: Block) -> Iterator[Op]:
+    """The ops of a block and of its control flow, without the combine functions of reductions and scans."""
+    for op in block.ops:
+        yield op
+        if op.name not in COMBINERS:
+            for region in op.regions:
+                yield from _code(region)
+
+
+def advance_of(loop: Op, k: int) -> Value | None:
+    """The step tile if carried tile `k` of a loop only moves by the same scalar each time: pointers, index tiles."""
+    arg = loop.regions[0].args[k + 1]
+    if arg.type.shape is None or arg.type.elem == "i1" or arg.type.is_float:
+        return None
+    step = loop.regions[0].terminator.operands[k].op
+    if step is None or step.name not in ("tt.addptr", "arith.addi") or step.operands[0] is not arg:
+        return None
+    by = step.operands[1]
+    if by.op is None or by.op.name not in ("tt.splat", "arith.constant"):
+        return None
+    return by
+
+
+def _find_advanced(plan: Plan, loop: Op) -> None:
+    for k, result in enumerate(loop.results):
+        if advance_of(loop, k) is not None and _is_cheap(plan, loop.operands[3 + k]):
+            plan.cheap |= {loop.regions[0].args[k + 1], result}
+            plan.lazy |= {loop.regions[0].args[k + 1], result}
+
+
+def _is_cheap(plan: Plan, value: Value) -> bool:
+    """Recomputing an element costs no memory access and no floating point."""
+    if value.type.shape is None or value in plan.cheap:
+        return True
+    op = value.op
+    if op is None or not is_elementwise(op) or op.name in ("tt.load", "tt.extern_elementwise"):
+        return False
+    if op.name.startswith("math.") or (value.type.is_float and op.name not in _FREE_FLOATS):
+        return False
+    if all(_is_cheap(plan, x) for x in op.operands):
+        plan.cheap.add(value)
+        return True
+    return False
+
+
+def _find_sinks(plan: Plan, value: Value, block: Block | None) -> list[Op]:
+    sinks: list[Op] = []
+    for user in value.uses:
+        through = [r for r in user.results if r in plan.lazy and r.type.shape is not None]
+        if user.block is block and through and is_elementwise(user):
+            for result in user.results:
+                sinks += plan.sinks.get(result, [])
+        else:
+            sinks.append(user)
+    plan.sinks[value] = sinks
+    return sinks
+
+
+def _decide(plan: Plan, value: Value, op: Op) -> None:
+    if value.type.shape is None:
+        return
+    sinks = _find_sinks(plan, value, op.block)
+    if not is_elementwise(op):
+        return
+    if _is_cheap(plan, value):
+        plan.lazy.add(value)
+        return
+    if len(set(map(id, sinks))) != 1 or sinks[0].block is not op.block:
+        return
+    # a value that is broadcast would be computed once per row
+    if any(user.name == "tt.broadcast" for user in value.uses):
+        return
+    assert op.block is not None
+    if op.name == "tt.load" and any(_writes(q) for q in op.block.ops[op.index + 1 : sinks[0].index]):
+        return
+    plan.lazy.add(value)
+
+
+def _writes(op: Op) -> bool:
+    return op.name in WRITES or any(_writes(q) for region in op.regions for q in region.ops)
+
+
+def _argument_sinks(plan: Plan, block: Block) -> None:
+    for op in block.ops:
+        if op.name in COMBINERS:
+            continue
+        for region in op.regions:
+            for arg in region.args:
+                if arg.type.shape is not None:
+                    _find_sinks(plan, arg, region)
+            _argument_sinks(plan, region)
+
+
+def _find_addressing(plan: Plan, order: list[Op]) -> None:
+    """Integers that end in an address, a loop bound or a comparison with one: C may assume that they do not overflow."""
+    seeds: list[Value] = []
+    for op in order:
+        if op.name == "tt.addptr":
+            seeds.append(op.operands[1])
+        elif op.name == "scf.for":
+            seeds += op.operands[:3]
+    while seeds:
+        value = seeds.pop()
+        if value in plan.addressing:
+            continue
+        plan.addressing.add(value)
+        if value.op is not None and is_elementwise(value.op) and value.op.name != "tt.load":
+            seeds += [x for x in value.op.operands if not x.type.is_float and not x.type.is_ptr]

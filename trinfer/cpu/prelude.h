@@ -1,0 +1,336 @@
+/* What the emitted kernels are made of: number formats, functions that vectorise, atomics, tile products. */
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define T_INLINE static inline __attribute__((always_inline, unused))
+#define T_CALL static __attribute__((noinline, unused))
+#define T_ALIGNED __attribute__((aligned(64)))
+
+typedef uint16_t t_bf16;
+
+/* ---- bits: t_raw_X gives the bits of a register value in format X, t_from_X makes one of them */
+
+T_INLINE uint32_t t_raw_f32(float x) { uint32_t r; memcpy(&r, &x, 4); return r; }
+T_INLINE float t_from_f32(uint32_t x) { float r; memcpy(&r, &x, 4); return r; }
+T_INLINE uint64_t t_raw_f64(double x) { uint64_t r; memcpy(&r, &x, 8); return r; }
+T_INLINE double t_from_f64(uint64_t x) { double r; memcpy(&r, &x, 8); return r; }
+
+/* ---- narrow formats: registers hold float; t_X_f32 reads memory, t_f32_X rounds to nearest even */
+
+T_INLINE float t_bf16_f32(t_bf16 x) { return t_from_f32((uint32_t)x << 16); }
+T_INLINE t_bf16 t_f32_bf16(float x) {
+  uint32_t u = t_raw_f32(x), even = u + 0x7fff + ((u >> 16) & 1);
+  return (t_bf16)((x != x ? u | 0x400000 : even) >> 16);
+}
+T_INLINE float t_f16_f32(_Float16 x) { return (float)x; }
+T_INLINE _Float16 t_f32_f16(float x) { return (_Float16)x; }
+T_INLINE float t_f8E5M2_f32(uint8_t x) { uint16_t h = (uint16_t)(x << 8); _Float16 f; memcpy(&f, &h, 2); return (float)f; }
+T_INLINE uint8_t t_f32_f8E5M2(float x) {
+  _Float16 h = (_Float16)x; uint16_t u; memcpy(&u, &h, 2);
+  return (uint8_t)((x != x ? u : u + 0x7f + ((u >> 8) & 1)) >> 8);
+}
+T_INLINE float t_f8E4M3FN_f32(uint8_t x) {
+  uint32_t m = x & 0x7f;
+  float normal = t_from_f32((m << 20) + (120u << 23)), tiny = (float)m * 0.001953125f;
+  float r = m < 8 ? tiny : m == 127 ? NAN : normal;
+  return x & 0x80 ? -r : r;
+}
+T_INLINE uint8_t t_f32_f8E4M3FN(float x) {
+  uint32_t sign = (t_raw_f32(x) >> 24) & 0x80;
+  float a = fabsf(x); a = a > 448.f ? 448.f : a;
+  uint32_t b = t_raw_f32(a), normal = (b + 0x7ffff + ((b >> 20) & 1) - (120u << 23)) >> 20;
+  uint32_t tiny = (uint32_t)rintf(a * 512.f);
+  return (uint8_t)(sign | (x != x ? 0x7f : a < 0.015625f ? tiny : normal));
+}
+T_INLINE float t_round_bf16(float x) { return t_bf16_f32(t_f32_bf16(x)); }
+T_INLINE float t_round_f16(float x) { return (float)(_Float16)x; }
+T_INLINE float t_round_f8E5M2(float x) { return t_f8E5M2_f32(t_f32_f8E5M2(x)); }
+T_INLINE float t_round_f8E4M3FN(float x) { return t_f8E4M3FN_f32(t_f32_f8E4M3FN(x)); }
+
+T_INLINE uint16_t t_raw_bf16(float x) { return t_f32_bf16(x); }
+T_INLINE float t_from_bf16(uint16_t x) { return t_bf16_f32(x); }
+T_INLINE uint16_t t_raw_f16(float x) { _Float16 h = (_Float16)x; uint16_t r; memcpy(&r, &h, 2); return r; }
+T_INLINE float t_from_f16(uint16_t x) { _Float16 h; memcpy(&h, &x, 2); return (float)h; }
+T_INLINE uint8_t t_raw_f8E5M2(float x) { return t_f32_f8E5M2(x); }
+T_INLINE float t_from_f8E5M2(uint8_t x) { return t_f8E5M2_f32(x); }
+T_INLINE uint8_t t_raw_f8E4M3FN(float x) { return t_f32_f8E4M3FN(x); }
+T_INLINE float t_from_f8E4M3FN(uint8_t x) { return t_f8E4M3FN_f32(x); }
+
+/* ---- integers */
+
+T_INLINE int t_clip(int64_t x, int64_t low, int64_t high) { return (int)(x < low ? low : x > high ? high : x); }
+T_INLINE int32_t t_mulhi_i32(int32_t a, int32_t b) { return (int32_t)(((uint64_t)(uint32_t)a * (uint32_t)b) >> 32); }
+T_INLINE int64_t t_mulhi_i64(int64_t a, int64_t b) {
+  return (int64_t)(((unsigned __int128)(uint64_t)a * (uint64_t)b) >> 64);
+}
+
+/* ---- functions of float, without branches so that loops over them vectorise; errors in units of 2^-24 relative */
+
+/* 2^n for an integer -253 <= n <= 254, in two factors so that the ends become 0 and infinity gradually */
+T_INLINE float t_scale(float x, int32_t n) {
+  int32_t half = n >> 1;
+  return x * t_from_f32((uint32_t)(half + 127) << 23) * t_from_f32((uint32_t)(n - half + 127) << 23);
+}
+/* e^f for |f| <= 0.35 */
+T_INLINE float t_exp_core(float f) {
+  float p = 1.990044199e-04f;
+  p = p * f + 1.393454323e-03f; p = p * f + 8.333297067e-03f; p = p * f + 4.166645680e-02f;
+  p = p * f + 1.666666672e-01f; p = p * f + 5.000000014e-01f;
+  return 1.0f + (f + f * f * p);
+}
+T_INLINE float t_exp2(float x) {
+  x = x < -151.f ? -151.f : x; x = x > 129.f ? 129.f : x;
+  float n = rintf(x);
+  return t_scale(t_exp_core((x - n) * 0.693147180559945f), (int32_t)n);
+}
+T_INLINE float t_exp(float x) {
+  x = x < -105.f ? -105.f : x; x = x > 89.5f ? 89.5f : x;
+  float n = rintf(x * 1.44269504088896f);
+  return t_scale(t_exp_core((x - n * 0.693359375f) + n * 2.12194440e-4f), (int32_t)n);
+}
+T_INLINE float t_log(float x) {
+  float y = x < 1.17549435e-38f ? x * 8388608.f : x;
+  int32_t e = (int32_t)((t_raw_f32(y) - 0x3f3504f3u) >> 23);
+  e = e > 255 ? e - 512 : e;
+  float m = t_from_f32(t_raw_f32(y) - ((uint32_t)e << 23)) - 1.0f, n = (float)e - (x < 1.17549435e-38f ? 23.f : 0.f);
+  float p = 7.0376836292e-2f, z = m * m;
+  p = p * m - 1.1514610310e-1f; p = p * m + 1.1676998740e-1f; p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f; p = p * m - 1.6668057665e-1f; p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f; p = p * m + 3.3333331174e-1f;
+  float r = (m + (m * z * p - 2.12194440e-4f * n - 0.5f * z)) + 0.693359375f * n;
+  r = x == INFINITY ? INFINITY : r;
+  r = x == 0.f ? -INFINITY : r;
+  return x < 0.f || x != x ? NAN : r;
+}
+T_INLINE float t_log2(float x) { return t_log(x) * 1.44269504088896f; }
+T_INLINE float t_erf(float x) {
+  float a = fabsf(x), z = a * a, t = 1.0f / (1.0f + 0.5f * a);
+  float p = -9.673591273e-06f, q = 1.200597530e-01f;
+  p = p * z + 1.126825406e-04f; p = p * z - 8.484396575e-04f; p = p * z + 5.221053414e-03f;
+  p = p * z - 2.686543831e-02f; p = p * z + 1.128378262e-01f; p = p * z - 3.761263848e-01f;
+  p = p * z + 1.128379167e+00f;
+  q = q * t - 4.737497518e-01f; q = q * t + 5.671387302e-01f; q = q * t - 1.068324620e-01f;
+  q = q * t + 3.493894185e-01f; q = q * t + 2.592251767e-01f; q = q * t + 2.849863773e-01f;
+  q = q * t - 1.591672750e-04f;
+  float big = a > 4.f ? 1.0f : 1.0f - q * t_exp(-z), r = a < 1.f ? a * p : big;
+  return x < 0.f ? -r : x != x ? x : r;
+}
+T_INLINE float t_tanh(float x) {
+  float a = fabsf(x), z = x * x, p = -5.70498872745e-3f;
+  p = p * z + 2.06390887954e-2f; p = p * z - 5.37397155531e-2f; p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  float big = 1.0f - 2.0f / (t_exp(2.0f * a) + 1.0f);
+  return a < 0.625f ? x + x * z * p : x < 0.f ? -big : x != x ? x : big;
+}
+T_INLINE float t_sin(float x) { return sinf(x); }
+T_INLINE float t_cos(float x) { return cosf(x); }
+T_INLINE float t_log1p(float x) { return log1pf(x); }
+T_INLINE float t_expm1(float x) { return expm1f(x); }
+T_INLINE float t_absf(float x) { return fabsf(x); }
+T_INLINE float t_floor(float x) { return floorf(x); }
+T_INLINE float t_ceil(float x) { return ceilf(x); }
+
+#define T_LIBM(NAME, FUNCTION) T_INLINE double t_##NAME##_f64(double x) { return FUNCTION(x); }
+T_LIBM(exp, exp) T_LIBM(exp2, exp2) T_LIBM(log, log) T_LIBM(log2, log2) T_LIBM(sin, sin) T_LIBM(cos, cos)
+T_LIBM(erf, erf) T_LIBM(tanh, tanh) T_LIBM(absf, fabs) T_LIBM(floor, floor) T_LIBM(ceil, ceil)
+T_LIBM(log1p, log1p) T_LIBM(expm1, expm1)
+
+#define t_clamp(x, low, high) ((x) < (low) ? (low) : (x) > (high) ? (high) : (x))
+#define t_fmod(a, b) ((__typeof__(a))fmod(a, b))
+
+T_CALL void t_assert_failed(const char* kernel, const char* line, const char* message) {
+  fprintf(stderr, "kernel %s, %s: device_assert failed: %s\n", kernel, line, message);
+  abort();
+}
+
+/* ---- atomics: sequentially consistent, which is more than any order that a kernel can ask for */
+
+#define T_ATOMIC(NAME, MEMORY, REGISTER, LOAD, STORE, RESULT) \
+  T_INLINE REGISTER NAME(void* p, REGISTER v) { \
+    MEMORY before, after; REGISTER o; \
+    __atomic_load((MEMORY*)p, &before, __ATOMIC_RELAXED); \
+    do { o = LOAD(before); after = STORE(RESULT); } \
+    while (!__atomic_compare_exchange((MEMORY*)p, &before, &after, 0, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)); \
+    return o; }
+#define T_SAME(x) (x)
+#define T_INT_ATOMICS(ELEM, TYPE, UNSIGNED) \
+  T_ATOMIC(t_atomic_add_##ELEM, TYPE, TYPE, T_SAME, T_SAME, (TYPE)((UNSIGNED)o + (UNSIGNED)v)) \
+  T_ATOMIC(t_atomic_max_##ELEM, TYPE, TYPE, T_SAME, T_SAME, o > v ? o : v) \
+  T_ATOMIC(t_atomic_min_##ELEM, TYPE, TYPE, T_SAME, T_SAME, o < v ? o : v) \
+  T_ATOMIC(t_atomic_umax_##ELEM, TYPE, TYPE, T_SAME, T_SAME, (UNSIGNED)o > (UNSIGNED)v ? o : v) \
+  T_ATOMIC(t_atomic_umin_##ELEM, TYPE, TYPE, T_SAME, T_SAME, (UNSIGNED)o < (UNSIGNED)v ? o : v) \
+  T_ATOMIC(t_atomic_and_##ELEM, TYPE, TYPE, T_SAME, T_SAME, o & v) \
+  T_ATOMIC(t_atomic_or_##ELEM, TYPE, TYPE, T_SAME, T_SAME, o | v) \
+  T_ATOMIC(t_atomic_xor_##ELEM, TYPE, TYPE, T_SAME, T_SAME, o ^ v)
+#define T_EXCHANGES(ELEM, TYPE) \
+  T_ATOMIC(t_atomic_exch_##ELEM, TYPE, TYPE, T_SAME, T_SAME, v) \
+  T_INLINE TYPE t_atomic_cas_##ELEM(void* p, TYPE expected, TYPE v) { \
+    __atomic_compare_exchange((TYPE*)p, &expected, &v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); return expected; }
+T_INT_ATOMICS(i32, int32_t, uint32_t)
+T_INT_ATOMICS(i64, int64_t, uint64_t)
+T_EXCHANGES(i32, int32_t)
+T_EXCHANGES(i64, int64_t)
+T_EXCHANGES(f32, float)
+T_EXCHANGES(f64, double)
+T_ATOMIC(t_atomic_fadd_f32, float, float, T_SAME, T_SAME, o + v)
+T_ATOMIC(t_atomic_fadd_f64, double, double, T_SAME, T_SAME, o + v)
+T_ATOMIC(t_atomic_fadd_f16, uint16_t, float, t_from_f16, t_raw_f16, o + v)
+T_ATOMIC(t_atomic_fadd_bf16, uint16_t, float, t_from_bf16, t_raw_bf16, o + v)
+
+/* ---- tiles */
+
+/* to[c][r] = from[r][c] of 32-bit words */
+T_CALL void t_transpose(uint32_t* restrict to, const uint32_t* restrict from, int rows, int columns) {
+  int r = 0;
+#ifdef __AVX512F__
+  for (; r + 16 <= rows; r += 16) {
+    int c = 0;
+    for (; c + 16 <= columns; c += 16) {
+      __m512i x[16], y[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(from + (long)(r + i) * columns + c);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) {
+        y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        x[4 * i] = _mm512_unpacklo_epi64(y[4 * i], y[4 * i + 2]);
+        x[4 * i + 1] = _mm512_unpackhi_epi64(y[4 * i], y[4 * i + 2]);
+        x[4 * i + 2] = _mm512_unpacklo_epi64(y[4 * i + 1], y[4 * i + 3]);
+        x[4 * i + 3] = _mm512_unpackhi_epi64(y[4 * i + 1], y[4 * i + 3]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + (long)(c + i) * rows + r, x[i]);
+    }
+    for (; c < columns; c++)
+      for (int i = r; i < r + 16; i++) to[(long)c * rows + i] = from[(long)i * columns + c];
+  }
+#endif
+  for (; r < rows; r++)
+    for (int c = 0; c < columns; c++) to[(long)c * rows + r] = from[(long)r * columns + c];
+}
+
+/* rows 2i and 2i+1 of a 16-bit tile as one row of words */
+T_CALL void t_pair_rows(uint32_t* restrict to, const uint16_t* restrict from, int rows, int columns) {
+  for (int r = 0; r < rows / 2; r++)
+#pragma omp simd
+    for (int c = 0; c < columns; c++)
+      to[r * columns + c] = from[2 * r * columns + c] | (uint32_t)from[(2 * r + 1) * columns + c] << 16;
+}
+
+typedef float t_vector __attribute__((vector_size(64), aligned(4), may_alias));
+
+/* c[M][N] = (start at zero ? 0 : c) + a[M][K] b[K][N], one register block of HEIGHT rows by WIDTH vectors of 16 */
+#define T_DOT_BLOCK(NAME, HEIGHT, WIDTH, A, B, FETCH, STEP) \
+  T_INLINE void NAME(const A* restrict a, long lda, const B* restrict b, long ldb, float* restrict c, long ldc, int depth, int zero) { \
+    t_vector s[HEIGHT][WIDTH]; \
+    _Pragma("GCC unroll 12") for (int i = 0; i < HEIGHT; i++) \
+      _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) \
+        s[i][j] = zero ? (t_vector){0} : *(const t_vector*)(c + i * ldc + 16 * j); \
+    for (int k = 0; k < depth; k++) { \
+      FETCH(WIDTH) \
+      _Pragma("GCC unroll 12") for (int i = 0; i < HEIGHT; i++) { \
+        _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) STEP } \
+    } \
+    _Pragma("GCC unroll 12") for (int i = 0; i < HEIGHT; i++) \
+      _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) *(t_vector*)(c + i * ldc + 16 * j) = s[i][j]; \
+  }
+#define T_DOT_PANEL(NAME, BLOCK, WIDTH, A, B) \
+  T_INLINE void NAME(const A* a, long lda, const B* b, long ldb, float* c, long ldc, int rows, int depth, int zero) { \
+    int i = 0; \
+    for (; i + 8 <= rows; i += 8) BLOCK##_8x##WIDTH(a + i * lda, lda, b, ldb, c + i * ldc, ldc, depth, zero); \
+    if (rows & 4) { BLOCK##_4x##WIDTH(a + i * lda, lda, b, ldb, c + i * ldc, ldc, depth, zero); i += 4; } \
+    if (rows & 2) { BLOCK##_2x##WIDTH(a + i * lda, lda, b, ldb, c + i * ldc, ldc, depth, zero); i += 2; } \
+    if (rows & 1) BLOCK##_1x##WIDTH(a + i * lda, lda, b, ldb, c + i * ldc, ldc, depth, zero); \
+  }
+#define T_DOT_BLOCKS(BLOCK, WIDTH, A, B, FETCH, STEP) \
+  T_DOT_BLOCK(BLOCK##_8x##WIDTH, 8, WIDTH, A, B, FETCH, STEP) \
+  T_DOT_BLOCK(BLOCK##_4x##WIDTH, 4, WIDTH, A, B, FETCH, STEP) \
+  T_DOT_BLOCK(BLOCK##_2x##WIDTH, 2, WIDTH, A, B, FETCH, STEP) \
+  T_DOT_BLOCK(BLOCK##_1x##WIDTH, 1, WIDTH, A, B, FETCH, STEP) \
+  T_DOT_PANEL(BLOCK##_panel##WIDTH, BLOCK, WIDTH, A, B)
+
+#define T_FETCH_F32(WIDTH) \
+  t_vector v[WIDTH]; \
+  _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) v[j] = *(const t_vector*)(b + k * ldb + 16 * j);
+T_DOT_BLOCKS(t_f32, 2, float, float, T_FETCH_F32, s[i][j] += a[i * lda + k] * v[j];)
+T_DOT_BLOCKS(t_f32, 1, float, float, T_FETCH_F32, s[i][j] += a[i * lda + k] * v[j];)
+
+T_INLINE void t_dot_f32(const float* a, const float* b, float* c, int rows, int columns, int depth, int zero) {
+  int n = 0;
+  for (; n + 32 <= columns; n += 32) t_f32_panel2(a, depth, b + n, columns, c + n, columns, rows, depth, zero);
+  if (columns - n >= 16) { t_f32_panel1(a, depth, b + n, columns, c + n, columns, rows, depth, zero); n += 16; }
+  if (n == columns) return;
+  for (int i = 0; i < rows; i++) {
+    if (zero) for (int j = n; j < columns; j++) c[i * columns + j] = 0;
+    for (int k = 0; k < depth; k++)
+      for (int j = n; j < columns; j++) c[i * columns + j] += a[i * depth + k] * b[k * columns + j];
+  }
+}
+
+/* a holds bf16 rows, b words of two bf16 rows: [K/2][N] */
+#ifdef __AVX512BF16__
+#define T_FETCH_BF16(WIDTH) \
+  __m512bh v[WIDTH]; \
+  _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) v[j] = (__m512bh)_mm512_loadu_si512(b + k * ldb + 16 * j);
+#define T_STEP_BF16 \
+  s[i][j] = (t_vector)_mm512_dpbf16_ps((__m512)s[i][j], (__m512bh)_mm512_set1_epi32((int)a[i * lda + k]), v[j]);
+#else
+#define T_FETCH_BF16(WIDTH) \
+  t_vector v[WIDTH], w[WIDTH]; \
+  _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) for (int l = 0; l < 16; l++) { \
+    uint32_t word = b[k * ldb + 16 * j + l]; \
+    v[j][l] = t_from_f32(word << 16); w[j][l] = t_from_f32(word & 0xffff0000u); }
+#define T_STEP_BF16 \
+  s[i][j] += t_from_f32(a[i * lda + k] << 16) * v[j] + t_from_f32(a[i * lda + k] & 0xffff0000u) * w[j];
+#endif
+T_DOT_BLOCKS(t_bf16, 2, uint32_t, uint32_t, T_FETCH_BF16, T_STEP_BF16)
+T_DOT_BLOCKS(t_bf16, 1, uint32_t, uint32_t, T_FETCH_BF16, T_STEP_BF16)
+
+T_INLINE void t_dot_bf16(const t_bf16* a16, const uint32_t* b, float* c, int rows, int columns, int depth, int zero) {
+  const uint32_t* a = (const uint32_t*)a16;
+  int n = 0, pairs = depth / 2;
+  for (; n + 32 <= columns; n += 32) t_bf16_panel2(a, pairs, b + n, columns, c + n, columns, rows, pairs, zero);
+  if (columns - n >= 16) { t_bf16_panel1(a, pairs, b + n, columns, c + n, columns, rows, pairs, zero); n += 16; }
+  if (n == columns) return;
+  for (int i = 0; i < rows; i++) {
+    if (zero) for (int j = n; j < columns; j++) c[i * columns + j] = 0;
+    for (int k = 0; k < pairs; k++)
+      for (int j = n; j < columns; j++) {
+        uint32_t x = a[i * pairs + k], y = b[k * columns + j];
+        c[i * columns + j] += t_from_f32(x << 16) * t_from_f32(y << 16)
+                            + t_from_f32(x & 0xffff0000u) * t_from_f32(y & 0xffff0000u);
+      }
+  }
+}
+
+/* any other element types: c += a b */
+#define t_dot_any(a, b, c, rows, columns, depth, zero) do { \
+    if (zero) memset(c, 0, sizeof *(c) * (rows) * (columns)); \
+    for (int i = 0; i < (rows); i++) for (int k = 0; k < (depth); k++) { \
+      const __typeof__(*(c)) x = (a)[i * (depth) + k]; \
+      _Pragma("omp simd") for (int j = 0; j < (columns); j++) \
+        (c)[i * (columns) + j] += x * (__typeof__(*(c)))(b)[k * (columns) + j]; \
+    } } while (0)
+#define t_dot_f64 t_dot_any
+#define t_dot_i32 t_dot_any

@@ -1,0 +1,200 @@
+"""Reductions and scans along one axis of a tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from trinfer.cpu.nest import Nest, unit_stride_axis
+from trinfer.cpu.scalar import UNSIGNED, c_type, expression, literal, rounded
+from trinfer.cpu.ttir import Block, Op, Value
+
+if TYPE_CHECKING:
+    from trinfer.cpu.emit import Emitter
+
+_SIMPLE = {
+    "arith.addf": "+",
+    "arith.addi": "+",
+    "arith.mulf": "*",
+    "arith.maxnumf": "max",
+    "arith.minnumf": "min",
+    "arith.maxsi": "max",
+    "arith.minsi": "min",
+    "arith.ori": "|",
+    "arith.andi": "&",
+    "arith.xori": "^",
+}
+"""Combine functions that OpenMP knows as reductions of a simd loop."""
+
+_IDENTITY = {"+": 0.0, "*": 1.0, "|": 0, "&": -1, "^": 0}
+
+
+def _identity(operator: str, elem: str) -> float:
+    if operator in _IDENTITY:
+        return _IDENTITY[operator]
+    low = -math.inf if elem[0] in "bf" else -(1 << (int(elem[1:]) - 1)) if elem != "i1" else 0
+    high = math.inf if elem[0] in "bf" else (1 << (int(elem[1:]) - 1)) - 1 if elem != "i1" else 1
+    return low if operator == "max" else high
+
+
+def _identity_text(operator: str, elem: str) -> str:
+    value = _identity(operator, elem)
+    if elem[0] in "bf":
+        return {math.inf: "INFINITY", -math.inf: "(-INFINITY)"}.get(
+            value, f"{value}{'' if elem == 'f64' else 'f'}"
+        )
+    return {-(1 << 63): "INT64_MIN", -(1 << 31): "INT32_MIN"}.get(int(value), str(int(value)))
+
+
+def _combined(operator: str, old: str, new: str, elem: str) -> str:
+    if operator in ("max", "min"):
+        return f"{old} {'<' if operator == 'max' else '>'} {new} ? {new} : {old}"
+    return rounded(elem, f"{old} {operator} {new}") if elem[0] in "bf" else f"{old} {operator} {new}"
+
+
+def _reduce(emitter: Emitter, op: Op) -> None:
+    axis = int(op.attr("axis") or 0)
+    body = op.regions[0]
+    operator = _SIMPLE.get(body.ops[0].name) if len(body.ops) == 2 and len(op.operands) == 1 else None
+    if operator is None or (op.operands[0].type.shape or ())[axis] == 1:
+        _general_reduce(emitter, op, axis)
+        return
+    shape = op.operands[0].type.shape or ()
+    preferred = unit_stride_axis(emitter, op.operands[0], shape)
+    if preferred == axis or (axis == len(shape) - 1 and preferred is None) or len(shape) == 1:
+        _reduce_rows(emitter, op, axis, operator)
+    else:
+        _reduce_columns(emitter, op, axis, operator, preferred)
+
+
+def _result(emitter: Emitter, op: Op, k: int = 0) -> Callable[[Nest | None, tuple[str, ...]], str]:
+    """Declare result k; gives the C place of its element at an index."""
+    result = op.results[k]
+    kind = c_type(result.type.elem)
+    if result.type.shape is None:
+        emitter.scalars[result] = name = emitter.fresh(result.name)
+        emitter.line(f"{kind} {name};")
+        return lambda nest, index: name
+    array = emitter.new_array(result.type.elem, result.type.numel, result.name)
+    emitter.own(result, array, op)
+    return lambda nest, index: f"{array}[{nest.linear(result.type.shape, index) if nest else index[0]}]"
+
+
+def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
+    """The reduced axis is innermost: one accumulator per row, in vector registers."""
+    value = op.operands[0]
+    elem = value.type.elem
+    place = _result(emitter, op)
+    acc = emitter.fresh("acc")
+    nest = Nest(emitter, value.type.shape or (), axis)
+    nest.pragma += f" reduction({operator}:{acc})"
+    # outer loops whose accumulator has been declared
+    declared: set[int] = set()
+
+    def body(nest: Nest) -> None:
+        outer = nest.path[-2]
+        if id(outer) not in declared:
+            declared.add(id(outer))
+            outer.lines.append(f"{c_type(elem)} {acc} = {_identity_text(operator, elem)};")
+            rest = nest.index[:axis] + nest.index[axis + 1 :]
+            outer.after.append(f"{place(nest, rest)} = {acc};")
+        if nest.constant(value, nest.index) != _identity(operator, elem):
+            nest.statement(f"{acc} = {_combined(operator, acc, nest.value(value), elem)};")
+
+    nest.run(body)
+
+
+def _reduce_columns(emitter: Emitter, op: Op, axis: int, operator: str, preferred: int | None) -> None:
+    """Another axis is innermost: the accumulators are the result tile itself."""
+    value = op.operands[0]
+    shape, elem = value.type.shape or (), value.type.elem
+    place = _result(emitter, op)
+    rest_shape = op.results[0].type.shape or ()
+    Nest(emitter, rest_shape).run(
+        lambda nest: nest.statement(f"{place(nest, nest.index)} = {_identity_text(operator, elem)};")
+    )
+    others = [d for d in range(len(shape)) if d != axis and shape[d] > 1]
+    inner = preferred if preferred is not None else others[-1] if others else None
+
+    def body(nest: Nest) -> None:
+        nest.simd = bool(others)
+        if nest.constant(value, nest.index) == _identity(operator, elem):
+            return
+        target = place(nest, nest.index[:axis] + nest.index[axis + 1 :])
+        nest.statement(f"{target} = {_combined(operator, target, nest.value(value), elem)};")
+
+    Nest(emitter, shape, inner).run(body)
+
+
+def _combine(emitter: Emitter, body: Block, old: list[str], new: list[str]) -> list[str]:
+    """Write the combine function of a reduction or scan; gives the C texts of its results."""
+    names: dict[Value, str] = dict(zip(body.args, [*old, *new], strict=True))
+    for op in body.ops[:-1]:
+        result = op.results[0]
+        if op.name == "arith.constant":
+            names[result] = literal(op)
+            continue
+        args = [names[x] if x in names else emitter.scalar(x) for x in op.operands]
+        text = expression(op, args, wraps=result.type.elem in UNSIGNED)
+        if text is None:
+            raise emitter.unsupported(op)
+        names[result] = emitter.fresh(result.name)
+        emitter.line(f"const {c_type(result.type.elem)} {names[result]} = {text};")
+    return [names[x] if x in names else emitter.scalar(x) for x in body.terminator.operands]
+
+
+def _along_axis(emitter: Emitter, op: Op, axis: int, outs: list[str], reverse: bool, keeps: bool) -> None:
+    """Fold a tile along an axis with any combine function; `keeps` writes every prefix (a scan), else only the total."""
+    shape = op.operands[0].type.shape or ()
+    arrays = [emitter.materialize(x) for x in op.operands]
+    before, count, behind = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    emitter.open(
+        f"for (int before = 0; before < {before}; before++) for (int step = 0; step < {count}; step++) {{"
+    )
+    emitter.line(f"const int at = {f'{count - 1} - step' if reverse else 'step'};")
+    if behind > 1:
+        emitter.line("#pragma omp simd")
+    emitter.open(f"for (int behind = 0; behind < {behind}; behind++) {{")
+    emitter.line(f"const int from = (before*{count} + at)*{behind} + behind;")
+    if keeps:
+        emitter.line(f"const int to = from, last = from {'+' if reverse else '-'} {behind};")
+    else:
+        emitter.line(f"const int to = before*{behind} + behind, last = to;")
+    new = [f"{a}[from]" for a in arrays]
+    emitter.open("if (step == 0) {")
+    for out, x in zip(outs, new, strict=True):
+        emitter.line(f"{out}[to] = {x};")
+    emitter.close("} else {")
+    emitter.indent += 1
+    results = _combine(emitter, op.regions[0], [f"{out}[last]" for out in outs], new)
+    kinds = [c_type(x.type.elem) for x in op.operands]
+    held = [emitter.fresh("held") for _ in results]
+    for kind, name, text in zip(kinds, held, results, strict=True):
+        emitter.line(f"const {kind} {name} = {text};")
+    for out, name in zip(outs, held, strict=True):
+        emitter.line(f"{out}[to] = {name};")
+    for _ in range(3):
+        emitter.close()
+
+
+def _general_reduce(emitter: Emitter, op: Op, axis: int) -> None:
+    outs = []
+    for result in op.results:
+        array = emitter.new_array(result.type.elem, max(result.type.numel, 1), result.name)
+        outs.append(array)
+        if result.type.shape is None:
+            emitter.scalars[result] = f"{array}[0]"
+        else:
+            emitter.own(result, array, op)
+    _along_axis(emitter, op, axis, outs, reverse=False, keeps=False)
+
+
+def _scan(emitter: Emitter, op: Op) -> None:
+    outs = [emitter.new_array(r.type.elem, r.type.numel, r.name) for r in op.results]
+    _along_axis(emitter, op, int(op.attr("axis") or 0), outs, op.attr("reverse") == "true", keeps=True)
+    for result, array in zip(op.results, outs, strict=True):
+        emitter.own(result, array, op)
+
+
+RULES = {"tt.reduce": _reduce, "tt.scan": _scan}
