@@ -224,7 +224,7 @@ def test_kernels_know_no_models_and_not_each_other() -> None:
 
 def test_imports_stand_at_the_top() -> None:
     none([
-        f"{module.path}:{i.line} imports {i.name} inside a function; only what needs one of {sorted(LAZY)} may"
+        f"{module.path}:{i.line} imports {i.name} inside a function; may: what needs one of {sorted(LAZY)}"
         for module in package()
         for i in imports(module)
         if i.is_inside_function and i.name.split(".")[0] not in LAZY and not needs_optional(i.name)
