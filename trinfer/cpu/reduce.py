@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trinfer.cpu.nest import Nest, unit_stride_axis
+from trinfer.cpu.nest import Loop, Nest, unit_stride_axis
 from trinfer.cpu.scalar import UNSIGNED, c_type, expression, literal, rounded
 from trinfer.cpu.ttir import Block, Op, Value
 
@@ -90,12 +90,12 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
     nest = Nest(emitter, value.type.shape or (), axis)
     nest.pragma += f" reduction({operator}:{acc})"
     # outer loops whose accumulator has been declared
-    declared: set[int] = set()
+    declared: set[Loop] = set()
 
     def body(nest: Nest) -> None:
         outer = nest.path[-2]
-        if id(outer) not in declared:
-            declared.add(id(outer))
+        if outer not in declared:
+            declared.add(outer)
             outer.lines.append(f"{c_type(elem)} {acc} = {_identity_text(operator, elem)};")
             rest = nest.index[:axis] + nest.index[axis + 1 :]
             outer.after.append(f"{place(nest, rest)} = {acc};")
