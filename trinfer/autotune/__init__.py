@@ -1,7 +1,8 @@
 """Launch configurations: which block sizes, warps and stages a kernel runs with on this device."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
 Config = Mapping[str, Any]
@@ -15,11 +16,29 @@ class Tunable(Protocol):
         """The analytic configuration of a key."""
 
 
-@functools.cache
-def choose(op: Tunable, key: Hashable) -> Config:
-    """The launch configuration of `op` for `key`, remembered, so that a launch pays one dictionary look-up.
+_pinned: dict[Tunable, Config] = {}
 
-    `key` holds what a configuration may depend on (dtypes, sizes that stay fixed while decoding, features) and
-    nothing that changes from token to token.
+
+def choose(op: Tunable, key: Hashable) -> Config:
+    """The launch configuration of `op` for `key`, remembered: a launch pays two dictionary look-ups.
+
+    `key` holds what a configuration may depend on (dtypes, features, sizes that stay fixed while decoding)
+    and nothing that changes from token to token.
     """
+    config = _analytic(op, key)
+    return {**config, **_pinned[op]} if op in _pinned else config
+
+
+@functools.cache
+def _analytic(op: Tunable, key: Hashable) -> Config:
     return op.default(key)
+
+
+@contextlib.contextmanager
+def pin(op: Tunable, config: Config) -> Iterator[None]:
+    """Run every launch of `op` inside the `with` block with `config` over its default, to time or test it."""
+    _pinned[op] = config
+    try:
+        yield
+    finally:
+        del _pinned[op]

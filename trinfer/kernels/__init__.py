@@ -1,22 +1,27 @@
-"""Triton kernels, one op a file: `_op_kernel`, its launcher `op`, its PyTorch truth `op_ref`, its record `OP`.
+"""Triton kernels, one op a file: `_op_kernel`, launcher `op`, PyTorch truth `op_ref`, record `OP`.
 
 Shape letters: B batch, H query heads, G kv heads, M query length, N key length, D head_dim;
 for products M rows, N outputs, K inputs; R rotated entries of a head.
 """
 
+from trinfer.kernels.activation import OP as ACTIVATION
 from trinfer.kernels.activation import activation, activation_ref, gelu, relu
 from trinfer.kernels.attention import attention, attention_ref
 from trinfer.kernels.decode_attention import decode_attention, decode_attention_ref
 from trinfer.kernels.embedding import embedding, embedding_ref
+from trinfer.kernels.gated_activation import OP as GATED_ACTIVATION
 from trinfer.kernels.gated_activation import gated_activation, gated_activation_ref, silu_mul
+from trinfer.kernels.gemv import OP as GEMV
 from trinfer.kernels.gemv import gemv, gemv_ref
+from trinfer.kernels.layer_norm import OP as LAYER_NORM
 from trinfer.kernels.layer_norm import layer_norm, layer_norm_ref
 from trinfer.kernels.matmul import matmul, matmul_ref
 from trinfer.kernels.op import Op, count_launches
+from trinfer.kernels.rms_norm import OP as RMS_NORM
 from trinfer.kernels.rms_norm import rms_norm, rms_norm_ref
 from trinfer.kernels.rotary import rotary, rotary_ref
 
-OPS: tuple[Op, ...] = ()
+OPS: tuple[Op, ...] = (ACTIVATION, GATED_ACTIVATION, GEMV, LAYER_NORM, RMS_NORM)
 
 __all__ = [
     "OPS",

@@ -30,6 +30,53 @@ def activate(x, ACT: tl.constexpr):
     return x
 
 
+@triton.jit
+def pick_segment(pid, w0_ptr, w1_ptr, w2_ptr, N0, N1, N2, BLOCK_N: tl.constexpr):
+    """Where block `pid` of the outputs lies: (weight, segment, first row, rows, first output column)."""
+    w_ptr = w0_ptr
+    segment = pid * 0
+    column = pid * 0
+    N = N0
+    if w1_ptr is not None:
+        if pid >= tl.cdiv(N0, BLOCK_N):
+            w_ptr = w1_ptr
+            segment += 1
+            column = N0
+            N = N1
+            pid -= tl.cdiv(N0, BLOCK_N)
+    if w2_ptr is not None:
+        if (segment == 1) & (pid >= tl.cdiv(N1, BLOCK_N)):
+            w_ptr = w2_ptr
+            segment += 1
+            column = N0 + N1
+            N = N2
+            pid -= tl.cdiv(N1, BLOCK_N)
+    return w_ptr, segment, pid * BLOCK_N, N, column
+
+
+@triton.jit
+def load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, mask_n):
+    """The biases of the rows `offs_n` of `segment` in float32; segments without one give zeros."""
+    bias = tl.zeros_like(offs_n).to(tl.float32)
+    if b0_ptr is not None:
+        bias += tl.load(b0_ptr + offs_n, mask=mask_n & (segment == 0), other=0.0).to(tl.float32)
+    if b1_ptr is not None:
+        bias += tl.load(b1_ptr + offs_n, mask=mask_n & (segment == 1), other=0.0).to(tl.float32)
+    if b2_ptr is not None:
+        bias += tl.load(b2_ptr + offs_n, mask=mask_n & (segment == 2), other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b with float32 accumulation and no shortened float32 inputs."""
+    if IS_INTERPRETED:
+        # the interpreter keeps bfloat16 as integers and multiplies those
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee", out_dtype=tl.float32)
+
+
 def activate_ref(x: Tensor, act: str) -> Tensor:
     """The PyTorch truth of `activate`, in the dtype of `x`."""
     if act == "gelu":
@@ -49,10 +96,28 @@ def check_act(act: str, allowed: tuple[str, ...] = ACTIVATIONS) -> None:
         )
 
 
-def as_segments(weight: Tensor | tuple[Tensor, ...], bias: Any, gated: bool) -> tuple[tuple, tuple]:
-    """Weights and biases of a product as tuples of equal length, checked against each other."""
-    weights = weight if isinstance(weight, tuple) else (weight,)
-    biases = bias if isinstance(bias, tuple) else (bias,) * len(weights) if bias is None else (bias,)
+def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+    """Refuse arguments of a normalisation that do not fit the rows of x."""
+    N = x.shape[-1]
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.shape != (N,):
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)} - allowed: ({N},), the last size of x - "
+                f"pass the {name} of this norm"
+            )
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"residual is {tuple(residual.shape)} {residual.dtype} - allowed: {tuple(x.shape)} {x.dtype}, "
+            "as x is - expand or convert it"
+        )
+
+
+def as_segments(
+    x: Tensor, weight: Any, bias: Any, gated: bool, residual: Tensor | None
+) -> tuple[tuple, tuple]:
+    """Weights and biases of a product as tuples of equal length; refuses parts that do not fit together."""
+    weights = weight if type(weight) is tuple else (weight,)
+    biases = bias if type(bias) is tuple else (None,) * len(weights) if bias is None else (bias,)
     if not 1 <= len(weights) <= 3 or (gated and len(weights) != 2):
         allowed = "exactly 2 (gate, up)" if gated else "1 to 3"
         raise ValueError(
@@ -63,12 +128,35 @@ def as_segments(weight: Tensor | tuple[Tensor, ...], bias: Any, gated: bool) -> 
             f"bias has {len(biases)} entries - allowed: {len(weights)}, one per weight segment - "
             "pass a tuple with None for a segment without bias"
         )
+    dtype, K, strides = x.dtype, x.shape[-1], weights[0].stride()
+    for w, b in zip(weights, biases, strict=True):
+        if w.dim() != 2 or w.shape[1] != K:
+            raise ValueError(
+                f"weight has shape {tuple(w.shape)} - allowed: (N, {K}) for this x - transpose it"
+            )
+        if w.dtype != dtype or (b is not None and b.dtype != dtype):
+            raise ValueError(
+                f"x is {dtype}, weight {w.dtype}, bias {b.dtype if b is not None else None} - "
+                "allowed: one dtype for all - convert them, e.g. with model.to(dtype)"
+            )
+        if b is not None and b.shape != w.shape[:1]:
+            raise ValueError(
+                f"bias has shape {tuple(b.shape)} - allowed: ({w.shape[0]},) - pass this layer's bias"
+            )
+        if w.stride() != strides:
+            # one launch reads all segments with the same strides
+            raise ValueError(
+                f"weight segments have strides {strides} and {w.stride()} - allowed: equal strides - "
+                "make them contiguous"
+            )
+    if residual is not None and residual.dtype != dtype:
+        raise ValueError(f"residual is {residual.dtype} - allowed: {dtype}, the dtype of x - convert it")
     return weights, biases
 
 
 def linear_ref(x: Tensor, weight: Any, bias: Any, act: str, gated: bool, residual: Tensor | None) -> Tensor:
     """act(x @ weight^T + bias) + residual; gated: act(x @ gate^T) * (x @ up^T) + residual."""
-    weights, biases = as_segments(weight, bias, gated)
+    weights, biases = as_segments(x, weight, bias, gated, residual)
     parts = [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
     y = activate_ref(parts[0], act) * parts[1] if gated else activate_ref(torch.cat(parts, -1), act)
     return y if residual is None else y + residual
@@ -84,7 +172,7 @@ def attend_ref(
     kv_range: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """softmax(q kᵀ · sm_scale + bias) v over the allowed keys; a row without any gives zeros; [B, M, H, Dv]."""
+    """[B, M, H, Dv]: softmax(q kᵀ · sm_scale + bias) v over the allowed keys; zeros for a row without any."""
     dtype, wider = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
     group, (M, N) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
     key = torch.arange(N, device=q.device)
@@ -112,5 +200,5 @@ def attend_ref(
 
 
 def bias_floor(dtype: torch.dtype) -> float:
-    """An attention bias at or below this forbids the key: -inf, or the finfo.min that HF's additive masks hold."""
+    """A bias at or below this forbids its key: -inf, or the finfo.min of HF's additive masks."""
     return -65504.0 if dtype == torch.float16 else -1e30

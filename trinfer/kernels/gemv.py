@@ -1,29 +1,266 @@
-"""Linear product of few rows over up to three weight segments, with its epilogue."""
+"""Linear product of few rows (a decode step) over up to three weight segments, with its epilogue."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from trinfer.kernels.elements import linear_ref
+from trinfer import backend
+from trinfer.autotune import Config, choose
+from trinfer.kernels.elements import (
+    activate,
+    as_segments,
+    check_act,
+    dot,
+    linear_ref,
+    load_bias,
+    pick_segment,
+)
+from trinfer.kernels.op import Op, launched, nbytes
+
+MAX_ROWS = 16
+
+
+class _Key(NamedTuple):
+    dtype: torch.dtype
+    is_one_row: bool
+    N: int
+    K: int
+    is_transposed: bool
+    gated: bool
+
+
+@triton.jit
+def _row_product(
+    x_ptr,
+    w_ptr,
+    N,
+    K,
+    stride_wn,
+    stride_wk,
+    IS_TRANSPOSED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPANS_K: tl.constexpr,
+):
+    """x · wᵀ for one row x and the first BLOCK_N rows of w, [BLOCK_N] float32."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    if IS_TRANSPOSED:
+        # the weight is stored [K, N]: walk it in memory order, one vector of outputs an input
+        acc = tl.zeros([BLOCK_N], dtype=tl.float32)
+        w_ptrs = w_ptr + offs_k[:, None] * stride_wk + offs_n[None, :]
+        for k in range(0, K, BLOCK_K):
+            mask_k = offs_k < K - k
+            x = tl.load(x_ptr + k + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+            mask = mask_k[:, None] & (offs_n[None, :] < N)
+            w = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)
+            acc += tl.sum(w * x[:, None], 0)
+            w_ptrs += BLOCK_K * stride_wk
+    elif SPANS_K:
+        x = tl.load(x_ptr + offs_k, mask=offs_k < K, other=0.0).to(tl.float32)
+        w_ptrs = w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk
+        w = tl.load(w_ptrs, mask=(offs_n[:, None] < N) & (offs_k[None, :] < K), other=0.0).to(tl.float32)
+        acc = tl.sum(w * x[None, :], 1)
+    else:
+        # summed once, after the loop: a reduction across threads costs more than the loads it waits for
+        partial = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        w_ptrs = w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk
+        for k in range(0, K, BLOCK_K):
+            mask_k = offs_k < K - k
+            x = tl.load(x_ptr + k + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+            mask = (offs_n[:, None] < N) & mask_k[None, :]
+            partial += tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32) * x[None, :]
+            w_ptrs += BLOCK_K * stride_wk
+        acc = tl.sum(partial, 1)
+    return acc
+
+
+@triton.jit
+def _tile_product(
+    x_ptr,
+    w_ptr,
+    M,
+    N,
+    K,
+    stride_wn,
+    stride_wk,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """w · xᵀ for up to BLOCK_M rows of x and the first BLOCK_N rows of w, [BLOCK_N, BLOCK_M] float32."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    # the weight is the left operand: 64 of its rows fill a tensor core tile that a few rows of x would not
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    w_ptrs = w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk
+    x_ptrs = x_ptr + offs_m[None, :] * K + offs_k[:, None]
+    for k in range(0, K, BLOCK_K):
+        w = tl.load(w_ptrs, mask=(offs_n[:, None] < N) & (offs_k[None, :] < K - k), other=0.0)
+        x = tl.load(x_ptrs, mask=(offs_m[None, :] < M) & (offs_k[:, None] < K - k), other=0.0)
+        acc = dot(w, x, acc)
+        w_ptrs += BLOCK_K * stride_wk
+        x_ptrs += BLOCK_K
+    return acc
+
+
+# M is the batch and changes from call to call: it must not recompile
+@triton.jit(do_not_specialize=["M"])
+def _gemv_kernel(
+    x_ptr,
+    w0_ptr,
+    w1_ptr,
+    w2_ptr,
+    b0_ptr,
+    b1_ptr,
+    b2_ptr,
+    residual_ptr,
+    y_ptr,
+    M,
+    N0,
+    N1,
+    N2,
+    K,
+    stride_wn,
+    stride_wk,
+    ACT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPANS_K: tl.constexpr,
+):
+    """One program per BLOCK_N outputs of one segment, all rows of x."""
+    pid = tl.program_id(0)
+    N_total = N0
+    if IS_GATED:
+        w_ptr, segment, first, N, column = pick_segment(pid, w0_ptr, None, None, N0, N1, N2, BLOCK_N)
+    else:
+        w_ptr, segment, first, N, column = pick_segment(pid, w0_ptr, w1_ptr, w2_ptr, N0, N1, N2, BLOCK_N)
+        if w1_ptr is not None:
+            N_total += N1
+        if w2_ptr is not None:
+            N_total += N2
+    offset = first.to(tl.int64) * stride_wn
+    w_ptr += offset
+    rest = N - first
+    offs_n = first + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    if BLOCK_M == 1:
+        for m in range(M):
+            x_row = x_ptr + m * K
+            y = _row_product(
+                x_row, w_ptr, rest, K, stride_wn, stride_wk, IS_TRANSPOSED, BLOCK_N, BLOCK_K, SPANS_K
+            )
+            if IS_GATED:
+                u_ptr = w1_ptr + offset
+                up = _row_product(
+                    x_row, u_ptr, rest, K, stride_wn, stride_wk, IS_TRANSPOSED, BLOCK_N, BLOCK_K, SPANS_K
+                )
+                y += load_bias(b0_ptr, None, None, segment, offs_n, mask_n)
+                y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, mask_n))
+            else:
+                y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, mask_n), ACT)
+            offs_y = m * N_total + column + offs_n
+            if residual_ptr is not None:
+                y += tl.load(residual_ptr + offs_y, mask=mask_n, other=0.0).to(tl.float32)
+            tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask_n)
+    else:
+        y = _tile_product(x_ptr, w_ptr, M, rest, K, stride_wn, stride_wk, BLOCK_M, BLOCK_N, BLOCK_K)
+        if IS_GATED:
+            u_ptr = w1_ptr + offset
+            up = _tile_product(x_ptr, u_ptr, M, rest, K, stride_wn, stride_wk, BLOCK_M, BLOCK_N, BLOCK_K)
+            y += load_bias(b0_ptr, None, None, segment, offs_n, mask_n)[:, None]
+            y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, mask_n)[:, None])
+        else:
+            y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, mask_n)[:, None], ACT)
+        offs_m = tl.arange(0, BLOCK_M)
+        offs_y = offs_m[None, :] * N_total + column + offs_n[:, None]
+        mask = (offs_m[None, :] < M) & mask_n[:, None]
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + offs_y, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def gemv(
     x: Tensor,
-    weight: Any,
-    bias: Any = None,
+    weight: Tensor | tuple[Tensor, ...],
+    bias: Tensor | tuple[Tensor | None, ...] | None = None,
     *,
     act: str = "none",
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """y = act(x · weightᵀ + bias) + residual."""
-    return gemv_ref(x, weight, bias, act=act, gated=gated, residual=residual)
+    """y = act(x · weightᵀ + bias) + residual for up to 16 rows of x, reading each weight once.
+
+    Args:
+        x: [..., K] float16|bfloat16|float32 with at most 16 rows, any strides.
+        weight: [N, K] with any strides, or up to 3 segments [N_i, K] of one dtype and stride.
+        bias: [N], or one entry a segment, which may be None.
+        act: none, gelu, gelu_tanh, relu or silu.
+        gated: the segments are (gate, up) and y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
+        residual: [..., sum of N_i], added last.
+
+    Returns:
+        [..., sum of N_i] in x.dtype.
+
+    Raises:
+        ValueError: more than 16 rows, shapes, dtypes or strides that do not fit together, unknown act.
+
+    Numerics:
+        Products, sums and the whole epilogue in float32, one rounding at the end.
+    """
+    weights, biases = as_segments(x, weight, bias, gated, residual)
+    check_act(act)
+    if not backend.runs_triton(x):
+        return linear_ref(x, weights, biases, act, gated, residual)
+    shape = x.shape
+    K = shape[-1]
+    M = x.numel() // K
+    if M > MAX_ROWS:
+        raise ValueError(f"x has {M} rows - allowed: up to {MAX_ROWS} - call matmul for more")
+    sizes = [w.shape[0] for w in weights]
+    outputs = sizes[:1] if gated else sizes
+    y = x.new_empty((*shape[:-1], sum(outputs)))
+    if M == 0:
+        return y
+    stride_wn, stride_wk = weights[0].stride()
+    is_transposed = stride_wn == 1 and stride_wk != 1
+    config = choose(OP, _Key(x.dtype, M == 1, sizes[0], K, is_transposed, gated))
+    block = config["BLOCK_N"]
+    pad = (None,) * (3 - len(weights))
+    launched("gemv")
+    _gemv_kernel[(sum([-(-n // block) for n in outputs]),)](
+        x.contiguous(),
+        *weights,
+        *pad,
+        *biases,
+        *pad,
+        None if residual is None else residual.expand_as(y).contiguous(),
+        y,
+        M,
+        *sizes,
+        *pad,
+        K,
+        stride_wn,
+        stride_wk,
+        act,
+        gated,
+        is_transposed,
+        **config,
+    )
+    return y
 
 
 def gemv_ref(
     x: Tensor,
-    weight: Any,
-    bias: Any = None,
+    weight: Tensor | tuple[Tensor, ...],
+    bias: Tensor | tuple[Tensor | None, ...] | None = None,
     *,
     act: str = "none",
     gated: bool = False,
@@ -31,3 +268,57 @@ def gemv_ref(
 ) -> Tensor:
     """The truth of `gemv`."""
     return linear_ref(x, weight, bias, act, gated, residual)
+
+
+def _default(key: _Key) -> Config:
+    if backend.kind() != "gpu":
+        if key.is_transposed:
+            return _config(1, 64, 16)
+        # one row stream after the other keeps the prefetcher busy, and a mask past K costs nothing there
+        return _config(1, 8, max(16, triton.next_power_of_2(key.K)), SPANS_K=True)
+    if not key.is_one_row:
+        return _config(16, 32, 128, num_stages=3)
+    if key.is_transposed:
+        return _config(1, 64, 16)
+    if key.K % 256:
+        # no masked lanes for sizes such as 576: 31 registers, 128-bit loads, 32 KB in flight per SM on sm_90
+        return _config(1, 16, 64)
+    return _config(1, 4, 512) if key.K <= 2048 else _config(1, 2, 1024)
+
+
+def _config(
+    BLOCK_M: int, BLOCK_N: int, BLOCK_K: int, SPANS_K: bool = False, num_stages: int = 1
+) -> dict[str, Any]:
+    return {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": BLOCK_K,
+        "SPANS_K": SPANS_K,
+        "num_warps": 4,
+        "num_stages": num_stages,
+    }
+
+
+def _inputs(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    weight = torch.randn(N, K, device=device) / K**0.5
+    return {"x": torch.randn(M, K, dtype=dtype, device=device), "weight": weight.to(dtype)}
+
+
+def _cost(x: Tensor, weight: Tensor | tuple[Tensor, ...], **options: Any) -> tuple[int, int]:
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    rows = x.numel() // x.shape[-1]
+    outputs = sum(w.shape[0] for w in weights)
+    return nbytes(x, *weights) + rows * outputs * x.element_size(), 2 * rows * outputs * x.shape[-1]
+
+
+_SPACE = (
+    *(
+        _config(1, n, k) | {"num_warps": w}
+        for n in (1, 2, 4, 8, 16)
+        for k in (64, 256, 512, 1024)
+        for w in (2, 4, 8)
+    ),
+    *(_config(16, n, k, num_stages=s) for n in (16, 32, 64) for k in (64, 128, 256) for s in (2, 3, 4)),
+)
+
+OP = Op("gemv", gemv, gemv_ref, _SPACE, _default, _inputs, _cost)

@@ -1,4 +1,4 @@
-"""The record that describes an op to tests, benchmarks, tuner and compile gate, and what all launchers share."""
+"""The record that describes an op to tests, benchmarks, tuner and compile gate; what launchers share."""
 
 import contextlib
 from collections import Counter
@@ -14,7 +14,11 @@ from trinfer.autotune import Config
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A mathematical function: its Triton launcher, its PyTorch truth, and how to configure, feed and price it."""
+    """A mathematical function: its launcher, its PyTorch truth, and how to configure, feed and price it.
+
+    `default(key)` is a whole launch configuration; each entry of `space` overrides parts of it.
+    `inputs(**sizes)` builds random arguments, `cost(**arguments)` gives the bytes moved and the operations.
+    """
 
     name: str
     launcher: Callable[..., Any]
@@ -30,7 +34,7 @@ _counters: list[Counter[str]] = []
 
 @contextlib.contextmanager
 def count_launches() -> Iterator[Counter[str]]:
-    """Count, by op name, the launches that run as Triton inside the `with` block; references are not counted."""
+    """Count, by op name, the launches inside the `with` block that run as Triton; references do not count."""
     counter: Counter[str] = Counter()
     _counters.append(counter)
     try:

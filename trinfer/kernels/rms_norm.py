@@ -3,17 +3,52 @@
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from trinfer.autotune import Config
-from trinfer.kernels.op import Op, nbytes, wide
+from trinfer import backend
+from trinfer.autotune import Config, choose
+from trinfer.kernels.elements import check_norm
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
 
 
-class Key(NamedTuple):
-    """What a launch configuration may depend on."""
-
+class _Key(NamedTuple):
     dtype: torch.dtype
     N: int
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    h_ptr,
+    N,
+    stride_xm,
+    stride_rm,
+    eps,
+    WEIGHT_OFFSET: tl.constexpr,
+    CASTS_BEFORE_WEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per row."""
+    pid_m = tl.program_id(0).to(tl.int64)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    x = tl.load(x_ptr + pid_m * stride_xm + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + pid_m * stride_rm + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        # the model's next residual addition reads h as it is stored, so the norm has to see the same rounding
+        h = x.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + pid_m * N + offs_n, h, mask=mask_n)
+        x = h.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps)
+    if CASTS_BEFORE_WEIGHT:
+        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+    w = tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) + WEIGHT_OFFSET
+    tl.store(y_ptr + pid_m * N + offs_n, (y * w).to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
 def rms_norm(
@@ -28,40 +63,51 @@ def rms_norm(
     """y = x / sqrt(mean(x², last) + eps) · (weight + weight_offset).
 
     Args:
-        x: [..., N] float16|bfloat16|float32, any strides (copied unless rows are contiguous).
-        weight: [N].
+        x: [..., N] float16|bfloat16|float32, any strides; copied if its rows are not contiguous.
+        weight: [N] float16|bfloat16|float32.
         eps: added inside the root.
         residual: like x; then h = x + residual, rounded to x.dtype, is what is normalised.
         weight_offset: 1.0 for models that store weight - 1 (Gemma).
-        cast: "input" rounds to x.dtype before the weight is multiplied (Llama, T5); "float32" after (Gemma, OLMo2).
+        cast: "input" rounds to x.dtype before the weight (Llama, T5), "float32" only after it (Gemma, OLMo2).
 
     Returns:
-        y like x; with residual the pair (y, h).
+        y like x, contiguous; with residual the pair (y, h).
 
     Raises:
-        ValueError: weight or residual do not fit x, or cast is unknown.
+        ValueError: weight or residual do not fit x, N is above 65536, cast is unknown.
 
     Numerics:
-        Sum of squares, root and product in float32; tolerance of the dtype in tests/strategies.py.
+        Sum of squares, root and product in float32.
 
     Source: https://arxiv.org/abs/1910.07467
     """
-    check(x, weight, residual, cast)
-    return rms_norm_ref(x, weight, eps, residual=residual, weight_offset=weight_offset, cast=cast)
-
-
-def check(x: Tensor, weight: Tensor, residual: Tensor | None, cast: str) -> None:
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)} - allowed: ({x.shape[-1]},), the last size of x - "
-            "pass the weight of this norm"
-        )
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)} - allowed: {tuple(x.shape)}, the shape of x - expand it first"
-        )
+    check_norm(x, weight, None, residual)
     if cast not in ("input", "float32"):
         raise ValueError(f"cast={cast!r} is unknown - allowed: 'input', 'float32' - pass one of these")
+    if not backend.runs_triton(x):
+        return rms_norm_ref(x, weight, eps, residual=residual, weight_offset=weight_offset, cast=cast)
+    rows = as_rows(x)
+    M, N = rows.shape
+    y = x.new_empty(x.shape)
+    h, res = (None, None) if residual is None else (x.new_empty(x.shape), as_rows(residual))
+    if M:
+        config = choose(OP, _Key(x.dtype, N))
+        launched("rms_norm")
+        _rms_norm_kernel[(M,)](
+            rows,
+            res,
+            weight,
+            y,
+            h,
+            N,
+            rows.stride(0),
+            N if res is None else res.stride(0),
+            eps,
+            weight_offset,
+            cast == "input",
+            **config,
+        )
+    return y if h is None else (y, h)
 
 
 def rms_norm_ref(
@@ -83,23 +129,24 @@ def rms_norm_ref(
     return y if residual is None else (y, h)
 
 
-def default(key: Key) -> Config:
-    """Placeholder until the kernel lands."""
-    return {}
+def _default(key: _Key) -> Config:
+    block = max(16, triton.next_power_of_2(key.N))
+    if block > 65536:
+        raise ValueError(f"x has rows of {key.N} entries - allowed: up to 65536 - split the row")
+    return {"BLOCK_N": block, "num_warps": min(16, max(1, block // 512)), "num_stages": 1}
 
 
-def inputs(M: int, N: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Random arguments of `rms_norm`."""
-    return {
-        "x": torch.randn(M, N, dtype=dtype, device=device),
-        "weight": torch.randn(N, dtype=dtype, device=device),
-        "eps": 1e-6,
-    }
+def _inputs(M: int, N: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    x = torch.randn(2, M, N, dtype=dtype, device=device)
+    return {"x": x[0], "weight": torch.randn(N, dtype=dtype, device=device), "eps": 1e-6, "residual": x[1]}
 
 
-def cost(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[int, int]:
-    """Bytes moved and operations of one call."""
+def _cost(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, **options: Any
+) -> tuple[int, int]:
     return nbytes(x, x, weight, residual, residual), 4 * x.numel()
 
 
-OP = Op("rms_norm", rms_norm, rms_norm_ref, ({},), default, inputs, cost)
+_SPACE = tuple({"num_warps": w} for w in (1, 2, 4, 8, 16))
+
+OP = Op("rms_norm", rms_norm, rms_norm_ref, _SPACE, _default, _inputs, _cost)
