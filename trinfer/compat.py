@@ -1,0 +1,121 @@
+"""What differs between transformers versions, and the few private names trinfer touches there. Nowhere else.
+
+Written against 5.17 and 5.24. The largest difference: 5.24.0 renamed `past_key_values` to `cache` in
+forwards, outputs and generate; the old name still works there until 5.40, the new one does not exist before.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.masking_utils import sdpa_mask
+
+# the name under which the attention function and the mask function are registered, always both: with an
+# attention function alone transformers passes mask=None and padded rows are silently wrong
+ATTENTION_NAME = "trinfer"
+
+
+def cache_key(model: nn.Module) -> str:
+    """The keyword under which this model's forward takes its cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def cache_argument(kwargs: dict[str, Any]) -> Cache | None:
+    """The self-attention cache among the keywords of an attention module, whatever this version calls it."""
+    found = next((kwargs[key] for key in ("cache", "past_key_values", "layer_past") if key in kwargs), None)
+    return found.self_attention_cache if isinstance(found, EncoderDecoderCache) else found
+
+
+def register_attention(attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Make both functions known to transformers under `ATTENTION_NAME`; calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask)
+
+
+def attention_implementation(model: nn.Module) -> str | None:
+    """The attention that `model` uses now, or None if it is not a transformers model."""
+    return model.config._attn_implementation if isinstance(model, PreTrainedModel) else None
+
+
+def own_config(model: nn.Module) -> None:
+    """Give `model` a configuration of its own: models built from one config object share it otherwise."""
+    memo: dict[int, Any] = {}
+    copy.deepcopy(model.config, memo)
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if id(config) in memo:
+            module.config = memo[id(config)]
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Choose the attention of this model only, and read the choice back.
+
+    `set_attn_implementation` merely logs a warning where it finds no source of the model's class (a class
+    defined in a notebook), so the private field behind it is set there.
+
+    Raises:
+        RuntimeError: the model did not take the name.
+    """
+    with_source = model._can_set_attn_implementation()
+    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
+        if with_source and part is model:
+            part.set_attn_implementation(name)
+        elif part.config._attn_implementation != name:
+            part.config._attn_implementation = name
+    kept = {part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)}
+    if kept != {name}:
+        raise RuntimeError(f"{type(model).__name__} was given attention {name!r} but uses {sorted(kept)}")
+
+
+def is_plain_mask(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    config: Any,
+    local_size: int | None,
+    use_vmap: bool,
+    allow_is_causal_skip: bool,
+    allow_is_bidirectional_skip: bool,
+) -> bool:
+    """True if a mask is the architecture's own pattern plus padding: start and end per row say it all.
+
+    Not plain: packed sequences, overlays of the model (they clear the skip flags or set `use_vmap`), chunks,
+    and causal patterns whose last query does not sit at the last key (static caches, prefix tuning).
+    """
+    if use_vmap or not (allow_is_causal_skip or allow_is_bidirectional_skip):
+        return False
+    if local_size is not None and local_size != getattr(config, "sliding_window", None):
+        return False
+    if allow_is_bidirectional_skip and local_size is None:
+        return True
+    return isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+
+
+def full_mask(**kwargs: Any) -> Tensor:
+    """The mask as bool [B, 1, M, N], True where a query may attend; built by transformers."""
+    never_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = sdpa_mask(**(kwargs | never_skip))
+    assert mask is not None
+    return mask
+
+
+def kv_shape(config: Any) -> tuple[int, int, int] | None:
+    """Layers, key/value heads and head_dim that a decoder with this config caches; None without attention."""
+    text = config.get_text_config(decoder=True)
+    num_heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(num_heads, int):
+        return None
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    return text.num_hidden_layers, num_kv_heads, head_dim
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float16` for torch.float16."""
+    return str(dtype).removeprefix("torch.")

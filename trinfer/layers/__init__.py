@@ -1,0 +1,1 @@
+"""Stateless forwards that are bound onto the model's own modules."""

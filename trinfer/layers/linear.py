@@ -1,0 +1,44 @@
+"""Linear products: the one place that picks the kernel of a product by its number of rows."""
+
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from trinfer.kernels.gemv import gemv
+from trinfer.kernels.matmul import matmul
+
+# up to here reading the weights is what a product costs, and the gemv kernel reads them once for all rows
+GEMV_ROWS = 16
+
+Segments = tuple[Tensor, ...]
+Biases = tuple[Tensor | None, ...] | None
+
+
+def product(
+    x: Tensor,
+    weights: Segments,
+    biases: Biases = None,
+    *,
+    act: str = "none",
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """act(x · weightsᵀ + biases) + residual over up to three weight segments; x is [..., K]."""
+    rows = x.shape[:-1].numel()
+    launch = gemv if rows <= GEMV_ROWS else matmul
+    return launch(x, weights, biases, act=act, gated=gated, residual=residual)
+
+
+def segments(owner: nn.Module, names: tuple[str, ...], transposed: bool = False) -> tuple[Segments, Biases]:
+    """Weights [N, K] and biases of the linears called `names` in `owner`; views, never copies."""
+    linears = [attrgetter(name)(owner) for name in names]
+    weights = tuple(linear.weight.t() if transposed else linear.weight for linear in linears)
+    biases = tuple(linear.bias for linear in linears)
+    return weights, biases if any(bias is not None for bias in biases) else None
+
+
+def linear_forward(self: Any, input: Tensor) -> Tensor:
+    """Forward of `nn.Linear`, and of `Conv1D` whose weight lies as [in, out]."""
+    weight = self.weight.t() if self._trinfer.transposed else self.weight
+    return product(input, (weight,), None if self.bias is None else (self.bias,))

@@ -1,0 +1,61 @@
+"""Applying a plan to a model, and taking it back."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from trinfer import compat
+from trinfer.layers import activation, attention, embedding, linear, mask, mlp, norm
+from trinfer.rewrite.plan import Plan
+
+# the name of a step's forward -> the function that is bound; adding a kind of layer is one line here
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "activation": activation.activation_forward,
+    "decoder_attention": attention.decoder_attention_forward,
+    "dense_act": mlp.dense_act_forward,
+    "dense_add_norm": mlp.dense_add_norm_forward,
+    "embedding": embedding.embedding_forward,
+    "encoder_attention": attention.encoder_attention_forward,
+    "layer_norm": norm.layer_norm_forward,
+    "linear": linear.linear_forward,
+    "mlp": mlp.mlp_forward,
+    "rms_norm": norm.rms_norm_forward,
+}
+
+
+def apply(model: nn.Module, plan: Plan) -> None:
+    """Bind every forward of `plan` and choose trinfer's attention; on failure the model is as it was.
+
+    Parameters, state_dict keys and ties stay as they are.
+    """
+    with ExitStack() as rollback:
+        rollback.callback(undo, model, plan)
+        if plan.attention is not None:
+            register()
+            compat.own_config(model)
+            compat.set_attention(model, compat.ATTENTION_NAME)
+        for step in plan.swapped:
+            module: Any = model.get_submodule(step.path)
+            module._trinfer = step.record
+            # not a bound method: pickle stores one as getattr(module, name), which loses the swap
+            module.forward = partial(FORWARDS[step.forward], module)
+        rollback.pop_all()
+
+
+def undo(model: nn.Module, plan: Plan) -> None:
+    """Take back what `apply` did, all of it or the part that it had done."""
+    for step in plan.swapped:
+        attributes = model.get_submodule(step.path).__dict__
+        if "_trinfer" in attributes:
+            attributes.pop("forward", None)
+            del attributes["_trinfer"]
+    if plan.attention is not None and compat.attention_implementation(model) == compat.ATTENTION_NAME:
+        compat.set_attention(model, plan.attention)
+
+
+def register() -> None:
+    """Tell transformers of both attention functions; harmless for models that do not choose them."""
+    compat.register_attention(attention.attention_function, mask.mask_function)

@@ -1,0 +1,178 @@
+"""Making a plan: which modules of a model become kernels, which stay, and why. Works on meta models."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from trinfer.architectures import ARCHITECTURES, Arch
+from trinfer.backend import Backend
+from trinfer.compat import attention_implementation, dtype_name
+from trinfer.config import InferenceConfig
+from trinfer.rewrite import match
+from trinfer.rewrite.plan import Kept, Plan, Step
+
+
+def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Plan:
+    """What `init_inference` will do to `model`; nothing is touched.
+
+    Raises:
+        ValueError: kernel injection is asked for and no part of the model can be swapped.
+    """
+    training = tuple(path for path, module in model.named_modules() if module.training)
+    steps = list(_whole_model(model, config, backend, bool(training)))
+    arch = ARCHITECTURES.get(_model_type(model))
+    if not config.replace_with_kernel_inject:
+        step = "model.forward; replace_with_kernel_inject was not asked for"
+        return Plan("pass-through", type(model).__name__, "", tuple(steps), (), step, training=training)
+    swaps, kept = find_swaps(model, arch)
+    if not swaps:
+        raise ValueError(_nothing_found(model, kept))
+    return Plan(
+        "kernel injection",
+        type(model).__name__,
+        arch.model_type if arch else "",
+        (*steps, *swaps),
+        tuple(kept),
+        "model.forward, with the kernels below in it; what is listed as kept runs in torch between them",
+        attention=attention_implementation(model) if arch else None,
+        training=training,
+    )
+
+
+def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Kept]]:
+    """Swaps and kept parts: first whole parts that the row names, then every plain torch module left over."""
+    swaps: dict[str, Step] = {}
+    kept: dict[str, Kept] = {}
+    covered: set[str] = set()
+    for path, module, reader, why in _named_by_row(model, arch):
+        refusal = match.obstacle(module) or match.bypassed(module, reader.bypasses)
+        found = refusal or reader(module)
+        if isinstance(found, str):
+            kept[path] = Kept(path, type(module).__name__, found)
+            continue
+        swaps[path] = Step(path, type(module).__name__, found.text, why, found.forward, found.record)
+        if reader.bypasses:
+            covered.update(f"{path}.{name}" for name, _ in module.named_modules() if name)
+    for path, was, why in _left_to_the_model(model, arch):
+        kept.setdefault(path, Kept(path, was, why))
+    for path, module in model.named_modules():
+        if path in covered or path in swaps:
+            continue
+        entry = _plain(path, module, arch)
+        if isinstance(entry, Step):
+            swaps[path] = entry
+            kept.pop(path, None)
+        elif entry is not None:
+            kept.setdefault(path, entry)
+    order = [path for path, _ in model.named_modules()]
+    return [swaps[path] for path in order if path in swaps], [kept[path] for path in order if path in kept]
+
+
+def _named_by_row(model: nn.Module, arch: Arch | None) -> Iterator[tuple[str, nn.Module, match.Reader, str]]:
+    if arch is None:
+        return
+    root = _backbone(model, arch)
+    why = f"row {arch.model_type}"
+    layers = list(_children(model, _join(root, arch.layers)))
+    for layer in layers:
+        for name, reader in match.readers(arch):
+            path = f"{layer}.{name}"
+            module = _find(model, path)
+            if module is not None:
+                yield path, module, reader, f"{why}: {name} of a layer"
+    final = _join(root, arch.final_norm)
+    if arch.final_norm and arch.norms and (module := _find(model, final)) is not None:
+        yield final, module, match.norm_reader(arch), f"{why}: final norm"
+
+
+def _plain(path: str, module: nn.Module, arch: Arch | None) -> Step | Kept | None:
+    """A swap of one torch module by its exact class; None for containers and what computes nothing here."""
+    found = match.plain(module)
+    if found is None:
+        is_container = any(True for _ in module.children()) or not match.computes(module)
+        return None if is_container else Kept(path, type(module).__name__, "no kernel for this class")
+    refusal = found if isinstance(found, str) else match.obstacle(module)
+    if refusal:
+        return Kept(path, type(module).__name__, refusal)
+    assert not isinstance(found, str)
+    return Step(path, type(module).__name__, found.text, found.why, found.forward, found.record)
+
+
+def _left_to_the_model(model: nn.Module, arch: Arch | None) -> Iterator[tuple[str, str, str]]:
+    if arch is None:
+        rows = ", ".join(sorted(ARCHITECTURES))
+        what = f"no row for model_type {_model_type(model)!r} in ARCHITECTURES ({rows})"
+        yield "", type(model).__name__, f"{what}: attention and whole MLPs stay the model's own code"
+        return
+    root = _backbone(model, arch)
+    if arch.rotary_table and (table := _find(model, _join(root, arch.rotary_table))) is not None:
+        why = "cos and sin are made once per forward, in torch; the rotation is a kernel"
+        yield _join(root, arch.rotary_table), type(table).__name__, why
+    layers = list(_children(model, _join(root, arch.layers)))
+    if not layers:
+        what = f"row {arch.model_type} looks for layers at {_join(root, arch.layers)!r} and finds none"
+        yield "", type(model).__name__, f"{what}: attention and whole MLPs stay the model's own code"
+    for layer in layers:
+        missing = [name for name, _ in match.readers(arch) if _find(model, f"{layer}.{name}") is None]
+        lacks = f"has no {', '.join(missing)}, which row {arch.model_type} names; " if missing else ""
+        why = "adds the residuals" if arch.residual == "pre" else "hands hidden states from part to part"
+        yield layer, type(model.get_submodule(layer)).__name__, f"{lacks}{why} in torch"
+
+
+def _whole_model(
+    model: nn.Module, config: InferenceConfig, backend: Backend, is_training: bool
+) -> Iterator[Step]:
+    tensors = [*model.parameters(), *model.buffers()]
+    dtypes = {t.dtype for t in model.parameters() if t.is_floating_point()} - {config.dtype}
+    if dtypes:
+        was = ", ".join(sorted(map(dtype_name, dtypes)))
+        yield Step("", was, dtype_name(config.dtype), "dtype; all floating point parameters and buffers")
+    devices = {t.device for t in tensors if t.device.type != "meta"} - {backend.device}
+    if config.keep_module_on_host:
+        where = (
+            "parameters are in host memory already"
+            if backend.device.type == "cpu"
+            else "until engine.to(device)"
+        )
+        yield Step("", "host memory", "host memory", f"keep_module_on_host; {where}")
+    elif devices:
+        yield Step(
+            "", ", ".join(sorted(map(str, devices))), str(backend.device), "the device of this machine"
+        )
+    if is_training:
+        yield Step("", "training mode", "eval mode", "dropout must not run")
+
+
+def _nothing_found(model: nn.Module, kept: list[Kept]) -> str:
+    found = "; ".join(sorted({f"{k.was} ({k.why})" for k in kept if k.path})) or "no module that computes"
+    rows = ", ".join(sorted(ARCHITECTURES))
+    return (
+        f"replace_with_kernel_inject=True finds nothing to swap in {type(model).__name__}; looked for a row "
+        f"in ARCHITECTURES (it has {rows}) for model_type {_model_type(model)!r}, "
+        f"and for modules that are exactly {match.PLAIN_CLASSES}; found {found}; leave the option out"
+    )
+
+
+def _model_type(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "model_type", "")
+
+
+def _backbone(model: nn.Module, arch: Arch) -> str:
+    return arch.backbone if _find(model, arch.backbone) is not None else ""
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _find(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _children(model: nn.Module, path: str) -> Iterator[str]:
+    parent = _find(model, path)
+    for name, _ in parent.named_children() if parent is not None else ():
+        yield f"{path}.{name}"
