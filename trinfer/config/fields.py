@@ -294,7 +294,7 @@ def _given(config: Any) -> dict[str, Any]:
         return config.explicit()
     if isinstance(config, dict):
         return config
-    if isinstance(config, str | Path):
+    if isinstance(config, str | os.PathLike):
         return _from_file(Path(config))
     raise ValueError(
         f"config={shown(config)} is a {type(config).__name__}; allowed: a dict, the path of a JSON file, an "
