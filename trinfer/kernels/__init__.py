@@ -8,6 +8,7 @@ from trinfer.kernels.activation import OP as ACTIVATION
 from trinfer.kernels.activation import activation, activation_ref, gelu, relu
 from trinfer.kernels.attention import attention, attention_ref
 from trinfer.kernels.decode_attention import decode_attention, decode_attention_ref
+from trinfer.kernels.embedding import OP as EMBEDDING
 from trinfer.kernels.embedding import embedding, embedding_ref
 from trinfer.kernels.gated_activation import OP as GATED_ACTIVATION
 from trinfer.kernels.gated_activation import gated_activation, gated_activation_ref, silu_mul
@@ -19,9 +20,10 @@ from trinfer.kernels.matmul import matmul, matmul_ref
 from trinfer.kernels.op import Op, count_launches
 from trinfer.kernels.rms_norm import OP as RMS_NORM
 from trinfer.kernels.rms_norm import rms_norm, rms_norm_ref
+from trinfer.kernels.rotary import OP as ROTARY
 from trinfer.kernels.rotary import rotary, rotary_ref
 
-OPS: tuple[Op, ...] = (ACTIVATION, GATED_ACTIVATION, GEMV, LAYER_NORM, RMS_NORM)
+OPS: tuple[Op, ...] = (ACTIVATION, EMBEDDING, GATED_ACTIVATION, GEMV, LAYER_NORM, RMS_NORM, ROTARY)
 
 __all__ = [
     "OPS",
