@@ -15,20 +15,11 @@ compile_listeners: list[Callable[[str], None]] = []
 """Called with the name of a kernel when its C compilation starts; nothing is called for a cached kernel."""
 
 _HERE = Path(__file__).parent
-_FLAGS = [
-    "-O3",
-    "-march=native",
-    "-fPIC",
-    "-shared",
-    "-fopenmp-simd",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-signed-zeros",
-    "-ffp-contract=fast",
-    "-fno-semantic-interposition",
-    "-Wno-psabi",
-    "-Wno-unknown-pragmas",
-]
+_FLAGS = (
+    *("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp-simd", "-ffp-contract=fast"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fno-semantic-interposition"),
+    *("-Wno-psabi", "-Wno-unknown-pragmas"),
+)
 
 
 def find_compiler() -> str | None:
@@ -53,6 +44,11 @@ def features() -> tuple[str, ...]:
     )
 
 
+def _flags() -> list[str]:
+    # gcc halves its vectors on Intel CPUs for the sake of old ones that lowered their clock
+    return [*_FLAGS, *(["-mprefer-vector-width=512"] if "avx512f" in features() else [])]
+
+
 @functools.cache
 def version() -> str:
     """Changes with everything that changes the machine code: this folder, the compiler, the CPU."""
@@ -63,7 +59,7 @@ def version() -> str:
     banner = (
         subprocess.run([cc, "--version"], capture_output=True, text=True, check=False).stdout if cc else ""
     )
-    digest.update("\n".join([cc or "", banner, *_FLAGS, platform.machine(), *features()]).encode())
+    digest.update("\n".join([cc or "", banner, *_flags(), platform.machine(), *features()]).encode())
     return digest.hexdigest()
 
 
@@ -81,7 +77,7 @@ def build(source: str, name: str, flags: list[str] | None = None) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         text, binary = Path(folder, f"{name[:100]}.c"), Path(folder, "out.so")
         text.write_text(source)
-        command = [cc, *_FLAGS, *(flags or []), f"-I{_HERE}", str(text), "-o", str(binary), "-lm"]
+        command = [cc, *_flags(), *(flags or []), f"-I{_HERE}", str(text), "-o", str(binary), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{cc} cannot compile kernel {name}:\n{done.stderr[:4000]}")

@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 SIMD = "#pragma omp simd"
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """An innermost loop taken `size` steps at a time: lines around each block, and its statement inside one."""
+
+    size: int
+    before: tuple[str, ...]
+    statement: str
+    after: tuple[str, ...]
+
+
 @dataclass(eq=False)
 class Loop:
     """A C loop `for (axis = low; axis < high; axis++)` (the root has no axis): lines, inner loops, closing lines."""
@@ -31,12 +41,15 @@ class Loop:
     loops: list["Loop"] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     names: dict[tuple[str, str], str] = field(default_factory=dict)
+    blocks: Blocks | None = None
 
     def text(self, pragma: str, indent: str = "") -> list[str]:
         """The lines of the loop; `pragma` goes before the innermost loops."""
         if self.axis is not None and not (self.lines or self.loops or self.after):
             return []
         inner = indent + "  "
+        if self.blocks is not None:
+            return self._blocked_text(self.blocks, pragma, indent)
         out = [f"{indent}{{"]
         if self.axis is not None:
             out = [f"{indent}{pragma}"] if pragma and not self.loops else []
@@ -47,6 +60,26 @@ class Loop:
         for loop in self.loops:
             out += loop.text(pragma, inner)
         return [*out, *(inner + line for line in self.after), f"{indent}}}"]
+
+
+    def _blocked_text(self, blocks: Blocks, pragma: str, indent: str) -> list[str]:
+        """Full blocks, whose number of steps the C compiler knows, then the rest."""
+        i, inner = self.axis, indent + "  "
+        block = f"block_{i}"
+        rest = Loop(i, block, self.high, self.lines)
+        return [
+            f"{indent}int {block} = {self.low};",
+            f"{indent}for (; {block} + {blocks.size} <= {self.high}; {block} += {blocks.size}) {{",
+            *(inner + line for line in blocks.before),
+            f"{inner}{SIMD}",
+            f"{inner}for (int {i} = {block}; {i} < {block} + {blocks.size}; {i}++) {{",
+            *(f"{inner}  {line}" for line in [*self.lines[:-1], blocks.statement]),
+            f"{inner}}}",
+            *(inner + line for line in blocks.after),
+            f"{indent}}}",
+            f"{indent}if ({block} < {self.high})",
+            *rest.text(pragma, inner),
+        ]
 
 
 @dataclass(frozen=True)
@@ -76,6 +109,7 @@ class Nest:
         self.index: Index = tuple(f"i{d}" if n > 1 else "0" for d, n in enumerate(shape))
         self.levels = {f"i{d}": k + 1 for k, d in enumerate(axes)}
         self.reads: list[Read] = []
+        self.loads: list[tuple[Op, Index]] = []
         self.simd = True
         self.probing = False
         self.masks: list[list[Conjunct]] = []
@@ -292,6 +326,7 @@ class Nest:
         if any(self._holds(c) is False for c in conditions):
             return "0" if raw else other
         pointer = self.value(op.operands[0], index)
+        self.loads.append((op, index))
         level = self.level_of((), [pointer])
         for condition in conditions:
             names = [n for m in condition.poly for n in m] if condition.terms is not None else []

@@ -240,6 +240,16 @@ T_CALL void t_pair_rows(uint32_t* restrict to, const uint16_t* restrict from, in
 
 typedef float t_vector __attribute__((vector_size(64), aligned(4), may_alias));
 
+T_INLINE float t_sum(t_vector v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float total = 0;
+  for (int i = 0; i < 16; i++) total += v[i];
+  return total;
+#endif
+}
+
 /* c[M][N] = (start at zero ? 0 : c) + a[M][K] b[K][N], one register block of HEIGHT rows by WIDTH vectors of 16 */
 #define T_DOT_BLOCK(NAME, HEIGHT, WIDTH, A, B, FETCH, STEP) \
   T_INLINE void NAME(const A* restrict a, long lda, const B* restrict b, long ldb, float* restrict c, long ldc, int depth, int zero) { \

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trinfer.cpu.nest import Loop, Nest, unit_stride_axis
+from trinfer.cpu.nest import Blocks, Loop, Nest, unit_stride_axis
 from trinfer.cpu.scalar import UNSIGNED, c_type, expression, literal, rounded
 from trinfer.cpu.ttir import Block, Op, Value
 
@@ -26,6 +26,11 @@ _SIMPLE = {
     "arith.xori": "^",
 }
 """Combine functions that OpenMP knows as reductions of a simd loop."""
+
+_LANES = 64
+"""Independent partial sums of a long row: four vectors of 16 floats."""
+
+_BYTES = {"i8": 1, "f8E4M3FN": 1, "f8E5M2": 1, "i16": 2, "f16": 2, "bf16": 2}
 
 _IDENTITY = {"+": 0.0, "*": 1.0, "|": 0, "&": -1, "^": 0}
 
@@ -92,6 +97,8 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
     # outer loops whose accumulator has been declared
     declared: set[Loop] = set()
 
+    lanes = _LANES if operator == "+" and elem == "f32" and (value.type.shape or ())[axis] >= 2 * _LANES else 0
+
     def body(nest: Nest) -> None:
         outer = nest.path[-2]
         if outer not in declared:
@@ -99,10 +106,54 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
             outer.lines.append(f"{c_type(elem)} {acc} = {_identity_text(operator, elem)};")
             rest = nest.index[:axis] + nest.index[axis + 1 :]
             outer.after.append(f"{place(nest, rest)} = {acc};")
-        if nest.constant(value, nest.index) != _identity(operator, elem):
-            nest.statement(f"{acc} = {_combined(operator, acc, nest.value(value), elem)};")
+        if nest.constant(value, nest.index) == _identity(operator, elem):
+            return
+        nest.loads.clear()
+        text = nest.value(value)
+        if lanes:
+            _take_lanes(nest, axis, acc, text)
+        nest.statement(f"{acc} = {_combined(operator, acc, text, elem)};")
 
     nest.run(body)
+
+
+def _take_lanes(nest: Nest, axis: int, acc: str, text: str) -> None:
+    """Sum a long row in independent lanes, so that the additions of neighbouring vectors need not wait for each other.
+
+    Rows of elements of 16 bits and fewer are fetched ahead of their use: their stream is faster than the hardware
+    prefetcher follows (576 columns of bf16, one Xeon core with AVX-512: 9 GB/s without lanes and prefetch, 27 with).
+    """
+    outer, loop = nest.path[-2], nest.path[-1]
+    sums = [f"{acc}_{k}" for k in range(_LANES // 16)]
+    declaration = f"t_vector {', '.join(f'{name} = {{0}}' for name in sums)};"
+    if declaration not in outer.lines:
+        outer.lines.append(declaration)
+        outer.after.insert(0, f"{acc} += t_sum({' + '.join(sums)});")
+    block = f"block_i{axis}"
+    loop.blocks = Blocks(
+        _LANES,
+        (*_prefetches(nest, axis, block), f"float part[{_LANES}] T_ALIGNED;"),
+        f"part[i{axis} - {block}] = {text};",
+        tuple(f"{name} += *(const t_vector*)(part + {16 * k});" for k, name in enumerate(sums)),
+    )
+
+
+def _prefetches(nest: Nest, axis: int, block: str) -> tuple[str, ...]:
+    """A fetch for each cache line of the same block of a row to come, for every stream of narrow elements."""
+    lines = []
+    for op, index in nest.loads:
+        size = _BYTES.get(op.results[0].type.elem, 8)
+        rows = [i for i in index if i not in ("0", f"i{axis}")]
+        if size > 2 or len(rows) != 1 or index.count(f"i{axis}") != 1 or not rows[0].startswith("i"):
+            continue
+        ahead = max(1, 2048 // (size * nest.shape[axis]))
+        later = f"({rows[0]} + {ahead})"
+        nest.levels[later] = nest.levels[rows[0]]
+        at = tuple("0" if i == f"i{axis}" else later for i in index)
+        row = nest.value(op.operands[0], at)
+        step = 64 // size
+        lines += [f"__builtin_prefetch({row} + {block} + {k});" for k in range(0, _LANES, step)]
+    return tuple(lines)
 
 
 def _reduce_columns(emitter: Emitter, op: Op, axis: int, operator: str, preferred: int | None) -> None:
