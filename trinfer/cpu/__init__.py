@@ -7,7 +7,7 @@ on every `@triton.jit` kernel that is launched on CPU tensors runs compiled.
     plan.py       which tiles become arrays, which are computed where they are used
     affine.py     index arithmetic as polynomials: contiguity, loop bounds from masks
     scalar.py     elementwise ops as C expressions
-    nest.py       loop nests
+    loop.py       C loops;  nest.py  loop nests over a tile
     emit.py       the kernel: control.py, memory.py, reduce.py, dot.py write their ops
     prelude.h     what the emitted C is made of
     build.py      the C compiler;  compiler.py  the stages;  driver.py, runtime.c  the launch

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trinfer.cpu.nest import Blocks, Loop, Nest, unit_stride_axis
+from trinfer.cpu.loop import Blocks, Loop
+from trinfer.cpu.nest import Nest, unit_stride_axis
 from trinfer.cpu.scalar import UNSIGNED, c_type, expression, literal, rounded
 from trinfer.cpu.ttir import Block, Op, Value
 
@@ -97,7 +98,9 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
     # outer loops whose accumulator has been declared
     declared: set[Loop] = set()
 
-    lanes = _LANES if operator == "+" and elem == "f32" and (value.type.shape or ())[axis] >= 2 * _LANES else 0
+    lanes = (
+        _LANES if operator == "+" and elem == "f32" and (value.type.shape or ())[axis] >= 2 * _LANES else 0
+    )
 
     def body(nest: Nest) -> None:
         outer = nest.path[-2]
