@@ -1,4 +1,4 @@
-"""activation and gated_activation against their references, and the laws of the functions."""
+"""activation against its reference, and the laws of the functions."""
 
 import pytest
 import torch
@@ -10,16 +10,12 @@ from trinfer.kernels import (
     activation,
     activation_ref,
     count_launches,
-    gated_activation,
-    gated_activation_ref,
     gelu,
     relu,
-    silu_mul,
 )
 
 ACTS = ("gelu", "gelu_tanh", "relu", "silu")
 acts = st.sampled_from(ACTS)
-columns = st.sampled_from([33, 37, 48, 63, 64, 1025, 1536, 2047, 3000, 4097])
 
 
 @given(dtypes, acts, sizes(1, 40), sizes(1, 100), layouts, seeds)
@@ -29,23 +25,6 @@ def test_activation_matches_ref(dtype, act, M, N, layout, seed):
         y = activation(x, act)
     assert launches == {"activation": 1}
     assert_close(y, truth(activation_ref, x, act), dtype)
-
-
-@given(dtypes, acts, sizes(1, 40), columns, layouts, layouts, seeds)
-def test_gated_activation_matches_ref(dtype, act, M, N, gate_layout, up_layout, seed):
-    gate = make((2, M, N), dtype, seed, gate_layout, scale=3.0)
-    up = make((2, M, N), dtype, seed + 1, up_layout)
-    with count_launches() as launches:
-        y = gated_activation(gate, up, act)
-    assert launches == {"gated_activation": 1}
-    assert_close(y, truth(gated_activation_ref, gate, up, act), dtype)
-
-
-@given(dtypes, sizes(1, 20), columns, seeds)
-def test_gated_activation_reads_halves_in_place(dtype, M, N, seed):
-    both = make((1, M, 2 * N), dtype, seed)
-    gate, up = both.chunk(2, -1)
-    assert torch.equal(silu_mul(gate, up), silu_mul(gate.clone(), up.clone()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,7 +43,6 @@ def test_activations_have_thin_names():
     assert torch.equal(gelu(x), activation(x, "gelu"))
     assert torch.equal(gelu(x, approximate="tanh"), activation(x, "gelu_tanh"))
     assert torch.equal(relu(x), torch.relu(x))
-    assert_close(silu_mul(x, x), torch.nn.functional.silu(x.double()) * x.double(), torch.float32)
 
 
 @given(sizes(1, 2000), seeds)
@@ -76,16 +54,11 @@ def test_gelu_minus_its_mirror_is_identity(N, seed):
 
 def test_activation_of_nothing():
     assert activation(torch.zeros(0, 3), "relu").shape == (0, 3)
-    assert gated_activation(torch.zeros(2, 0), torch.zeros(2, 0), "silu").shape == (2, 0)
 
 
 def test_activation_refuses_what_does_not_fit():
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="act='swish' is not an activation - allowed: gelu"):
         activation(x, "swish")
-    with pytest.raises(ValueError, match="act='none' is not an activation"):
-        gated_activation(x, x, "none")
-    with pytest.raises(ValueError, match="gate is"):
-        gated_activation(x, torch.zeros(2, 7), "silu")
     with pytest.raises(ValueError, match="approximate='fast'"):
         gelu(x, approximate="fast")

@@ -56,10 +56,7 @@ def test_rotary_preserves_norms(M, head, interleaved, seed):
 @given(st.integers(0, 4000), st.integers(0, 4000), heads, st.booleans(), seeds)
 def test_rotary_scores_depend_on_relative_position_only(position, shift, head, interleaved, seed):
     D, R = head
-    q, k = (
-        make((1, 1, 2, D), torch.float32, seed).double().float(),
-        make((1, 1, 2, D), torch.float32, seed + 1),
-    )
+    q, k = (make((1, 1, 2, D), torch.float32, seed + i) for i in range(2))
     # the same pair of vectors at positions (p, p + 5) and, further on, (p + shift, p + shift + 5)
     q[:, :, 1], k[:, :, 1] = q[:, :, 0], k[:, :, 0]
     at_q, at_k = torch.tensor([position, position + shift]), torch.tensor([position, position + shift]) + 5

@@ -27,10 +27,9 @@ def _embedding_kernel(
     token = tl.load(ids_ptr + pid_m).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
-    is_valid = (token >= 0) & (token < V)
-    y = tl.load(weight_ptr + token * stride_wv + offs_n, mask=mask_n & is_valid, other=float("nan")).to(
-        tl.float32
-    )
+    # an id outside the table shows as nan, whatever lies in memory there
+    mask = mask_n & (token >= 0) & (token < V)
+    y = tl.load(weight_ptr + token * stride_wv + offs_n, mask=mask, other=float("nan")).to(tl.float32)
     if HAS_SCALE:
         y *= scale
     tl.store(y_ptr + pid_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
@@ -55,8 +54,8 @@ def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
     """
     if weight.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"ids are {ids.dtype}, weight has shape {tuple(weight.shape)} - allowed: int32 or int64 ids, a matrix "
-            "[V, N] - convert them"
+            f"ids are {ids.dtype}, weight has shape {tuple(weight.shape)} - "
+            "allowed: int32 or int64 ids, a matrix [V, N] - convert them"
         )
     if not backend.runs_triton(weight):
         return embedding_ref(ids, weight, scale=scale)

@@ -15,6 +15,7 @@ from trinfer.kernels.op import Op, launched, nbytes, unit_stride, wide
 class _Key(NamedTuple):
     dtype: torch.dtype
     H: int
+    D: int
     R: int
 
 
@@ -118,8 +119,8 @@ def rotary(
         k: [B, G, M, D], any strides.
         cos: [B or 1, M, R] float16|bfloat16|float32, R even and at most D.
         sin: like cos.
-        interleaved: False rotates entry i with i + R/2, cos and sin hold the R/2 angles twice in a row (Llama,
-            NeoX); True rotates entry 2i with 2i + 1, they hold each angle twice side by side (GPT-J, Cohere).
+        interleaved: False rotates entry i with i + R/2; cos and sin hold R/2 angles, twice in a row (Llama).
+            True rotates entry 2i with 2i + 1; they hold each angle twice side by side (GPT-J, Cohere).
 
     Returns:
         The pair (q, k), each [B, heads, M, D] laid out in memory as [B, M, heads, D].
@@ -132,25 +133,17 @@ def rotary(
 
     Source: https://arxiv.org/abs/2104.09864
     """
-    B, H, M, D = q.shape
-    G, R = k.shape[1], cos.shape[-1]
-    if k.shape != (B, G, M, D) or cos.shape[1] != M or cos.shape[0] not in (1, B) or cos.shape != sin.shape:
-        raise ValueError(
-            f"q is {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)} - allowed: "
-            "[B, H, M, D], [B, G, M, D] and twice [B or 1, M, R] - reshape them"
-        )
-    if R > D or R % 2:
-        raise ValueError(f"cos rotates R={R} entries - allowed: even numbers up to D={D} - check the table")
+    _check(q, k, cos, sin)
     if not backend.runs_triton(q):
         return rotary_ref(q, k, cos, sin, interleaved=interleaved)
+    B, H, M, D = q.shape
+    G, R = k.shape[1], cos.shape[-1]
     q_out, k_out = q.new_empty((B, M, H, D)), k.new_empty((B, M, G, D))
     if B and M:
-        q, k, cos = unit_stride(q), unit_stride(k), unit_stride(cos)
-        sin = sin if sin.stride() == cos.stride() else sin.contiguous()
-        if sin.stride() != cos.stride():
-            cos = cos.contiguous()
-        stride_cb = cos.stride(0) if cos.shape[0] > 1 else 0
-        config = choose(OP, _Key(q.dtype, H, R))
+        q, k = unit_stride(q), unit_stride(k)
+        if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+            cos, sin = cos.contiguous(), sin.contiguous()
+        config = choose(OP, _Key(q.dtype, H, D, R))
         launched("rotary")
         _rotary_kernel[(M, B)](
             q,
@@ -163,15 +156,31 @@ def rotary(
             G,
             *q.stride()[:3],
             *k.stride()[:3],
-            stride_cb,
+            cos.stride(0) if cos.shape[0] > 1 else 0,
             cos.stride(1),
             D,
             R,
             interleaved,
             **config,
-            BLOCK_T=triton.next_power_of_2(D - R),
         )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    B, _, M, D = q.shape
+    if (
+        (k.shape[0], *k.shape[2:]) != (B, M, D)
+        or cos.shape[:2] not in ((1, M), (B, M))
+        or cos.shape != sin.shape
+    ):
+        raise ValueError(
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)} - "
+            "allowed: [B, H, M, D], [B, G, M, D] and twice [B or 1, M, R] - reshape them"
+        )
+    if cos.shape[-1] > D or cos.shape[-1] % 2:
+        raise ValueError(
+            f"cos rotates R={cos.shape[-1]} entries - allowed: even numbers up to D={D} - check the table"
+        )
 
 
 def rotary_ref(
@@ -196,7 +205,8 @@ def _default(key: _Key) -> Config:
     half = triton.next_power_of_2(key.R // 2)
     # a GPU takes all heads of a token at once if they fit its registers; a CPU gains nothing from that
     heads = min(triton.next_power_of_2(key.H), max(1, 2048 // half)) if backend.kind() == "gpu" else 8
-    return {"BLOCK_H": heads, "BLOCK_R": half, "num_warps": 4, "num_stages": 1}
+    tail = triton.next_power_of_2(max(1, key.D - key.R))
+    return {"BLOCK_H": heads, "BLOCK_R": half, "BLOCK_T": tail, "num_warps": 4, "num_stages": 1}
 
 
 def _inputs(
