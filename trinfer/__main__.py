@@ -16,8 +16,6 @@ from transformers.utils import logging
 
 import trinfer
 from trinfer import backend, checkpoint, cpu
-from trinfer.config import InferenceConfig
-from trinfer.rewrite import make_plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = {
@@ -157,8 +155,9 @@ def compile_progress() -> Iterator[None]:
             bar = tqdm(
                 bar_format="{desc}: {n_fmt} [{elapsed}]{postfix}", desc="compiling kernels", leave=False
             )
-        bar.set_postfix_str(kernel)
+        bar.set_postfix_str(kernel, refresh=False)
         bar.update()
+        bar.refresh()
 
     cpu.compile_listeners.append(compiling)
     try:
@@ -212,7 +211,7 @@ def ran_where(engine: Any, launches: Counter[str]) -> str:
     dtype = str(engine.dtype).removeprefix("torch.")
     return (
         f"ran on {engine.device} in {dtype}, {KINDS[backend.kind()]}\n"
-        f"plan: {engine.plan.title()}\n"
+        f"plan: {engine.plan.summary()}\n"
         f"kernel launches: {counts}"
     )
 
@@ -220,8 +219,7 @@ def ran_where(engine: Any, launches: Counter[str]) -> str:
 def prepare_plan(args: argparse.Namespace) -> Run:
     """Make the plan on the meta device and return its printing."""
     model = checkpoint.meta_model(args.model, DTYPES[args.dtype])
-    config = InferenceConfig.merge(None, {"dtype": DTYPES[args.dtype], "replace_with_kernel_inject": True})
-    plan = make_plan(model, config, backend.check(config.dtype, config.use_triton))
+    plan = trinfer.make_plan(model, dtype=DTYPES[args.dtype], replace_with_kernel_inject=True)
 
     def run() -> int:
         print(plan)
