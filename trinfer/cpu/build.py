@@ -1,5 +1,6 @@
 """The C compiler of the host."""
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -37,16 +38,22 @@ def features() -> tuple[str, ...]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ()
-    return tuple(
-        f
-        for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "sve")
-        if re.search(rf"\b{f}\b", text)
-    )
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "sve")
+    found = [f for f in known if re.search(rf"\b{f}\b", text)]
+    return tuple(f for f in found if f != "amx_bf16" or _may_use_tiles())
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the tile registers of AMX, which a process has to do once before it uses them."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def _flags() -> list[str]:
     # gcc halves its vectors on Intel CPUs for the sake of old ones that lowered their clock
-    return [*_FLAGS, *(["-mprefer-vector-width=512"] if "avx512f" in features() else [])]
+    wide = ["-mprefer-vector-width=512"] if "avx512f" in features() else []
+    no_tiles = ["-mno-amx-bf16"] if platform.machine() == "x86_64" and "amx_bf16" not in features() else []
+    return [*_FLAGS, *wide, *no_tiles]
 
 
 @functools.cache

@@ -26,6 +26,7 @@ def _dot(emitter: Emitter, op: Op) -> None:
     if pairs:
         left, right = _bf16_tile(emitter, a), _paired_rows(emitter, b)
         function = "t_dot_bf16"
+        emitter.uses_tiles = True
     else:
         left, right = emitter.materialize(a), _row_major(emitter, b, op)
         function = f"t_dot_{elem}" if elem in ("f32", "f64", "i32") else "t_dot_f32"

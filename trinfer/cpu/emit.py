@@ -89,6 +89,7 @@ class Emitter:
         self.advanced: dict[Value, Advanced] = {}
         self.affine = Affine(self.scalars.get, self._moved)
         self.stack_bytes = 0
+        self.uses_tiles = False
 
     def _moved(self, value: Value) -> tuple[Value, str] | None:
         moved = self.advanced.get(value)
@@ -312,8 +313,10 @@ def to_c(function: Function) -> str:
             "",
             "void programs(const struct args* a, int64_t begin, int64_t end)",
             "{",
+            *(["  t_tiles_begin();"] if emitter.uses_tiles else []),
             "  for (int64_t i = begin; i < end; i++)",
             f"    kernel({', '.join(call)});",
+            *(["  t_tiles_end();"] if emitter.uses_tiles else []),
             "}",
             "",
         ]

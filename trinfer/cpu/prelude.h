@@ -317,9 +317,54 @@ T_INLINE void t_dot_f32(const float* a, const float* b, float* c, int rows, int 
 T_DOT_BLOCKS(t_bf16, 2, uint32_t, uint32_t, T_FETCH_BF16, T_STEP_BF16)
 T_DOT_BLOCKS(t_bf16, 1, uint32_t, uint32_t, T_FETCH_BF16, T_STEP_BF16)
 
+/* AMX: a tile register holds 16 rows of 64 bytes, as `a` and `b` lie in memory; two by two tiles of c at a time */
+#ifdef __AMX_BF16__
+T_INLINE void t_tiles_begin(void) {
+  struct { uint8_t palette, row, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } T_ALIGNED config = {1};
+  for (int i = 0; i < 8; i++) { config.bytes[i] = 64; config.rows[i] = 16; }
+  _tile_loadconfig(&config);
+}
+T_INLINE void t_tiles_end(void) { _tile_release(); }
+#define T_TILES(HEIGHT, WIDTH) do { \
+    float *c0 = c + (long)m * columns + n, *c1 = c0 + 16L * columns; \
+    const uint32_t *a0 = a + (long)m * pairs, *a1 = a0 + 16L * pairs; \
+    if (zero) { _tile_zero(0); if (WIDTH > 1) _tile_zero(1); if (HEIGHT > 1) _tile_zero(2); if (HEIGHT * WIDTH > 2) _tile_zero(3); } \
+    else { _tile_loadd(0, c0, stride); if (WIDTH > 1) _tile_loadd(1, c0 + 16, stride); \
+      if (HEIGHT > 1) _tile_loadd(2, c1, stride); if (HEIGHT * WIDTH > 2) _tile_loadd(3, c1 + 16, stride); } \
+    for (int k = 0; k < pairs; k += 16) { \
+      const uint32_t* b0 = b + (long)k * columns + n; \
+      _tile_loadd(4, a0 + k, 4L * pairs); _tile_loadd(6, b0, stride); _tile_dpbf16ps(0, 4, 6); \
+      if (WIDTH > 1) { _tile_loadd(7, b0 + 16, stride); _tile_dpbf16ps(1, 4, 7); } \
+      if (HEIGHT > 1) { _tile_loadd(5, a1 + k, 4L * pairs); _tile_dpbf16ps(2, 5, 6); } \
+      if (HEIGHT * WIDTH > 2) _tile_dpbf16ps(3, 5, 7); \
+    } \
+    _tile_stored(0, c0, stride); if (WIDTH > 1) _tile_stored(1, c0 + 16, stride); \
+    if (HEIGHT > 1) _tile_stored(2, c1, stride); if (HEIGHT * WIDTH > 2) _tile_stored(3, c1 + 16, stride); \
+  } while (0)
+T_CALL void t_dot_tiles(const uint32_t* a, const uint32_t* b, float* c, int rows, int columns, int pairs, int zero) {
+  const long stride = 4L * columns;
+  for (int m = 0; m < rows; m += 32)
+    for (int n = 0; n < columns; n += 32) {
+      if (m + 32 <= rows && n + 32 <= columns) T_TILES(2, 2);
+      else if (m + 32 <= rows) T_TILES(2, 1);
+      else if (n + 32 <= columns) T_TILES(1, 2);
+      else T_TILES(1, 1);
+    }
+}
+#else
+T_INLINE void t_tiles_begin(void) {}
+T_INLINE void t_tiles_end(void) {}
+#endif
+
 T_INLINE void t_dot_bf16(const t_bf16* a16, const uint32_t* b, float* c, int rows, int columns, int depth, int zero) {
   const uint32_t* a = (const uint32_t*)a16;
   int n = 0, pairs = depth / 2;
+#ifdef __AMX_BF16__
+  if (rows % 16 == 0 && columns % 16 == 0 && depth % 32 == 0) {
+    t_dot_tiles(a, b, c, rows, columns, pairs, zero);
+    return;
+  }
+#endif
   for (; n + 32 <= columns; n += 32) t_bf16_panel2(a, pairs, b + n, columns, c + n, columns, rows, pairs, zero);
   if (columns - n >= 16) { t_bf16_panel1(a, pairs, b + n, columns, c + n, columns, rows, pairs, zero); n += 16; }
   if (n == columns) return;
