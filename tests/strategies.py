@@ -58,6 +58,20 @@ def make(
     return x.transpose(0, -2) if swap else x
 
 
+def make_weights(
+    counts: tuple[int, ...], K: int, dtype: torch.dtype, seed: int, order: str = "rows"
+) -> tuple[Tensor, ...]:
+    """Weight segments [N_i, K], scaled so that products of `make` stay near 1.
+
+    Orders: "rows", contiguous; "gaps", rows with a gap between them; "columns", stored [K, N] as Conv1D does,
+    where all segments are slices of one tensor.
+    """
+    if order == "columns":
+        return make((K, sum(counts)), dtype, seed, scale=K**-0.5).T.split(counts)
+    layout = "sliced" if order == "gaps" else "contiguous"
+    return tuple(make((N, K), dtype, seed + i, layout, scale=K**-0.5) for i, N in enumerate(counts))
+
+
 def truth(ref: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The reference in float64, on inputs widened before it, so that nothing else is rounded."""
 

@@ -16,6 +16,7 @@ from trinfer.kernels.gemv import OP as GEMV
 from trinfer.kernels.gemv import gemv, gemv_ref
 from trinfer.kernels.layer_norm import OP as LAYER_NORM
 from trinfer.kernels.layer_norm import layer_norm, layer_norm_ref
+from trinfer.kernels.matmul import OP as MATMUL
 from trinfer.kernels.matmul import matmul, matmul_ref
 from trinfer.kernels.op import Op, count_launches
 from trinfer.kernels.rms_norm import OP as RMS_NORM
@@ -23,7 +24,7 @@ from trinfer.kernels.rms_norm import rms_norm, rms_norm_ref
 from trinfer.kernels.rotary import OP as ROTARY
 from trinfer.kernels.rotary import rotary, rotary_ref
 
-OPS: tuple[Op, ...] = (ACTIVATION, EMBEDDING, GATED_ACTIVATION, GEMV, LAYER_NORM, RMS_NORM, ROTARY)
+OPS: tuple[Op, ...] = (ACTIVATION, EMBEDDING, GATED_ACTIVATION, GEMV, LAYER_NORM, MATMUL, RMS_NORM, ROTARY)
 
 __all__ = [
     "OPS",

@@ -149,13 +149,24 @@ def as_segments(
                 f"weight segments have strides {strides} and {w.stride()} - allowed: equal strides - "
                 "make them contiguous"
             )
-    if residual is not None and residual.dtype != dtype:
-        raise ValueError(f"residual is {residual.dtype} - allowed: {dtype}, the dtype of x - convert it")
+    if residual is not None:
+        shape = (*x.shape[:-1], weights[0].shape[0] if gated else sum(w.shape[0] for w in weights))
+        if residual.shape != shape or residual.dtype != dtype:
+            raise ValueError(
+                f"residual is {tuple(residual.shape)} {residual.dtype} - allowed: {shape} {dtype}, "
+                "as the result is - expand or convert it"
+            )
     return weights, biases
+
+
+def pad_to_three(values: Any) -> tuple:
+    """`values` with None for the segments that are not there."""
+    return (*values, *(None,) * (3 - len(values)))
 
 
 def linear_ref(x: Tensor, weight: Any, bias: Any, act: str, gated: bool, residual: Tensor | None) -> Tensor:
     """act(x @ weight^T + bias) + residual; gated: act(x @ gate^T) * (x @ up^T) + residual."""
+    check_act(act)
     weights, biases = as_segments(x, weight, bias, gated, residual)
     parts = [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
     y = activate_ref(parts[0], act) * parts[1] if gated else activate_ref(torch.cat(parts, -1), act)

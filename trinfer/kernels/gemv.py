@@ -16,6 +16,7 @@ from trinfer.kernels.elements import (
     dot,
     linear_ref,
     load_bias,
+    pad_to_three,
     pick_segment,
 )
 from trinfer.kernels.op import Op, launched, nbytes
@@ -215,44 +216,30 @@ def gemv(
     Numerics:
         Products, sums and the whole epilogue in float32, one rounding at the end.
     """
-    weights, biases = as_segments(x, weight, bias, gated, residual)
     check_act(act)
+    weights, biases = as_segments(x, weight, bias, gated, residual)
     if not backend.runs_triton(x):
         return linear_ref(x, weights, biases, act, gated, residual)
     shape = x.shape
     K = shape[-1]
-    M = x.numel() // K
-    if M > MAX_ROWS:
-        raise ValueError(f"x has {M} rows - allowed: up to {MAX_ROWS} - call matmul for more")
+    M = x.numel() // max(1, K)
+    if M > MAX_ROWS or K == 0:
+        raise ValueError(f"x has {M} rows of {K} - allowed: up to {MAX_ROWS} rows - call matmul for more")
     sizes = [w.shape[0] for w in weights]
     outputs = sizes[:1] if gated else sizes
     y = x.new_empty((*shape[:-1], sum(outputs)))
-    if M == 0:
+    if M == 0 or not any(outputs):
         return y
+    residual = residual if residual is None else residual.contiguous()
     stride_wn, stride_wk = weights[0].stride()
     is_transposed = stride_wn == 1 and stride_wk != 1
     config = choose(OP, _Key(x.dtype, M == 1, sizes[0], K, is_transposed, gated))
     block = config["BLOCK_N"]
-    pad = (None,) * (3 - len(weights))
+    pointers = (x.contiguous(), *pad_to_three(weights), *pad_to_three(biases), residual, y)
+    scalars = (M, *pad_to_three(sizes), K, stride_wn, stride_wk)
     launched("gemv")
     _gemv_kernel[(sum([-(-n // block) for n in outputs]),)](
-        x.contiguous(),
-        *weights,
-        *pad,
-        *biases,
-        *pad,
-        None if residual is None else residual.expand_as(y).contiguous(),
-        y,
-        M,
-        *sizes,
-        *pad,
-        K,
-        stride_wn,
-        stride_wk,
-        act,
-        gated,
-        is_transposed,
-        **config,
+        *pointers, *scalars, act, gated, is_transposed, **config
     )
     return y
 

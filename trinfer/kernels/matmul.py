@@ -1,29 +1,176 @@
 """Linear product of many rows over up to three weight segments, with its epilogue."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from trinfer.kernels.elements import linear_ref
+from trinfer import backend
+from trinfer.autotune import Config, choose
+from trinfer.kernels.elements import (
+    activate,
+    as_segments,
+    check_act,
+    dot,
+    linear_ref,
+    load_bias,
+    pad_to_three,
+    pick_segment,
+)
+from trinfer.kernels.op import Op, as_rows, launched, nbytes
+
+
+class _Key(NamedTuple):
+    dtype: torch.dtype
+    M: int
+    N: int
+    K: int
+    gated: bool
+
+
+# M is the number of tokens and changes from call to call: it must not recompile
+@triton.jit(do_not_specialize=["M"])
+def _matmul_kernel(
+    x_ptr,
+    w0_ptr,
+    w1_ptr,
+    w2_ptr,
+    b0_ptr,
+    b1_ptr,
+    b2_ptr,
+    residual_ptr,
+    y_ptr,
+    M,
+    N0,
+    N1,
+    N2,
+    K,
+    stride_xm,
+    stride_wn,
+    stride_wk,
+    ACT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One program per [BLOCK_M, BLOCK_N] tile of the outputs of one segment."""
+    N_total = N0
+    num_n = tl.cdiv(N0, BLOCK_N)
+    if not IS_GATED:
+        if w1_ptr is not None:
+            N_total += N1
+            num_n += tl.cdiv(N1, BLOCK_N)
+        if w2_ptr is not None:
+            N_total += N2
+            num_n += tl.cdiv(N2, BLOCK_N)
+    # tiles of GROUP_M row blocks run column by column, so that programs in flight share weights in the cache
+    pid = tl.program_id(0)
+    in_group = GROUP_M * num_n
+    first_m = pid // in_group * GROUP_M
+    group_m = min(tl.cdiv(M, BLOCK_M) - first_m, GROUP_M)
+    pid_m = first_m + pid % in_group % group_m
+    pid_n = pid % in_group // group_m
+    if IS_GATED:
+        w_ptr, segment, first, N, column = pick_segment(pid_n, w0_ptr, None, None, N0, N1, N2, BLOCK_N)
+    else:
+        w_ptr, segment, first, N, column = pick_segment(pid_n, w0_ptr, w1_ptr, w2_ptr, N0, N1, N2, BLOCK_N)
+
+    row = (pid_m * BLOCK_M).to(tl.int64)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m = offs_m < M - pid_m * BLOCK_M
+    mask_n = offs_n < N - first
+    x_ptrs = x_ptr + row * stride_xm + offs_m[:, None] * stride_xm + offs_k[None, :]
+    w_offs = first.to(tl.int64) * stride_wn + (offs_n[None, :] * stride_wn + offs_k[:, None] * stride_wk)
+    w_ptrs = w_ptr + w_offs
+    u_ptrs = w_ptrs
+    if IS_GATED:
+        u_ptrs = w1_ptr + w_offs
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    up = acc
+    for k in range(0, K, BLOCK_K):
+        mask_k = offs_k < K - k
+        mask_w = mask_k[:, None] & mask_n[None, :]
+        x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+        acc = dot(x, tl.load(w_ptrs, mask=mask_w, other=0.0), acc)
+        if IS_GATED:
+            up = dot(x, tl.load(u_ptrs, mask=mask_w, other=0.0), up)
+            u_ptrs += BLOCK_K * stride_wk
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * stride_wk
+
+    if IS_GATED:
+        acc += load_bias(b0_ptr, None, None, segment, first + offs_n, mask_n)[None, :]
+        up += load_bias(b1_ptr, None, None, segment, first + offs_n, mask_n)[None, :]
+        acc = activate(acc, ACT) * up
+    else:
+        acc += load_bias(b0_ptr, b1_ptr, b2_ptr, segment, first + offs_n, mask_n)[None, :]
+        acc = activate(acc, ACT)
+    offs_y = row * N_total + column + first + (offs_m[:, None] * N_total + offs_n[None, :])
+    mask = mask_m[:, None] & mask_n[None, :]
+    if residual_ptr is not None:
+        acc += tl.load(residual_ptr + offs_y, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def matmul(
     x: Tensor,
-    weight: Any,
-    bias: Any = None,
+    weight: Tensor | tuple[Tensor, ...],
+    bias: Tensor | tuple[Tensor | None, ...] | None = None,
     *,
     act: str = "none",
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """y = act(x · weightᵀ + bias) + residual."""
-    return matmul_ref(x, weight, bias, act=act, gated=gated, residual=residual)
+    """y = act(x · weightᵀ + bias) + residual.
+
+    Args:
+        x: [..., K] float16|bfloat16|float32, any strides; copied if its rows are not contiguous.
+        weight: [N, K] with any strides, or up to 3 segments [N_i, K] of one dtype and stride.
+        bias: [N], or one entry a segment, which may be None.
+        act: none, gelu, gelu_tanh, relu or silu.
+        gated: the segments are (gate, up) and y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
+        residual: [..., sum of N_i], added last.
+
+    Returns:
+        [..., sum of N_i] in x.dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit together, unknown act.
+
+    Numerics:
+        Products of float32 are not shortened to tf32; sums and the whole epilogue are float32, rounded once.
+    """
+    check_act(act)
+    weights, biases = as_segments(x, weight, bias, gated, residual)
+    if not backend.runs_triton(x):
+        return linear_ref(x, weights, biases, act, gated, residual)
+    sizes = [w.shape[0] for w in weights]
+    outputs = sizes[:1] if gated else sizes
+    y = x.new_empty((*x.shape[:-1], sum(outputs)))
+    if y.numel() == 0:
+        return y
+    rows = as_rows(x)
+    M, K = rows.shape
+    residual = residual if residual is None else residual.contiguous()
+    config = choose(OP, _Key(x.dtype, min(256, triton.next_power_of_2(M)), sizes[0], K, gated))
+    tiles = -(-M // config["BLOCK_M"]) * sum(-(-n // config["BLOCK_N"]) for n in outputs)
+    pointers = (rows, *pad_to_three(weights), *pad_to_three(biases), residual, y)
+    scalars = (M, *pad_to_three(sizes), K, rows.stride(0), *weights[0].stride())
+    launched("matmul")
+    _matmul_kernel[(tiles,)](*pointers, *scalars, act, gated, **config)
+    return y
 
 
 def matmul_ref(
     x: Tensor,
-    weight: Any,
-    bias: Any = None,
+    weight: Tensor | tuple[Tensor, ...],
+    bias: Tensor | tuple[Tensor | None, ...] | None = None,
     *,
     act: str = "none",
     gated: bool = False,
@@ -31,3 +178,53 @@ def matmul_ref(
 ) -> Tensor:
     """The truth of `matmul`."""
     return linear_ref(x, weight, bias, act, gated, residual)
+
+
+def _default(key: _Key) -> Config:
+    if backend.kind() != "gpu":
+        return _config(min(64, max(16, key.M)), 64, 64, 4, 1)
+    if key.M <= 64:
+        return _config(max(16, key.M), 64, 64, 4, 4)
+    # 8 warps: with 4 this tile spills on sm_80 and sm_90; a gated tile holds two accumulators
+    return _config(128, 64 if key.gated else 128, 64 if key.dtype != torch.float32 else 32, 8, 3)
+
+
+def _config(BLOCK_M: int, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int) -> Config:
+    return {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": BLOCK_K,
+        "GROUP_M": 8,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+def _inputs(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    weight = torch.randn(N, K, device=device) / K**0.5
+    return {"x": torch.randn(M, K, dtype=dtype, device=device), "weight": weight.to(dtype)}
+
+
+def _cost(x: Tensor, weight: Tensor | tuple[Tensor, ...], **options: Any) -> tuple[int, int]:
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    rows = x.numel() // x.shape[-1]
+    outputs = sum(w.shape[0] for w in weights)
+    return nbytes(x, *weights) + rows * outputs * x.element_size(), 2 * rows * outputs * x.shape[-1]
+
+
+_SPACE = tuple(
+    _config(m, n, k, w, s)
+    for m, n, w in (
+        (16, 64, 4),
+        (32, 64, 4),
+        (64, 64, 4),
+        (64, 128, 4),
+        (128, 64, 4),
+        (128, 128, 8),
+        (128, 256, 8),
+    )
+    for k in (32, 64, 128)
+    for s in (2, 3, 4)
+)
+
+OP = Op("matmul", matmul, matmul_ref, _SPACE, _default, _inputs, _cost)

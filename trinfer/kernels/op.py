@@ -58,7 +58,7 @@ def unit_stride(x: Tensor) -> Tensor:
 def as_rows(x: Tensor) -> Tensor:
     """`x` as a matrix [M, N] of rows with unit stride: a view where the strides allow it, else a copy."""
     if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
+        x = x.flatten(0, -2) if x.dim() > 2 else x[None]
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

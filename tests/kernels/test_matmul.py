@@ -1,0 +1,110 @@
+"""matmul against its reference, and the laws of a product over segments."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import DTYPES, assert_close, dtypes, layouts, make, make_weights, seeds, sizes, truth
+from trinfer.autotune import pin
+from trinfer.kernels import OPS, count_launches, gemv, matmul, matmul_ref
+
+OP = next(op for op in OPS if op.name == "matmul")
+# blocks of 16 and of 64 rows
+rows = sizes(1, 16) | sizes(33, 150)
+inputs_K = st.sampled_from([1, 7, 13, 34, 64, 71, 100, 576])
+# sizes of two and of three segments
+segments = st.sampled_from([(70, 5), (9, 33), (130, 65, 7), (65, 130, 9)])
+orders = st.sampled_from(["rows", "gaps", "columns"])
+
+
+@given(dtypes, rows, sizes(1, 200), inputs_K, layouts, orders, st.booleans(), seeds)
+def test_matmul_matches_ref(dtype, M, N, K, layout, order, is_plain, seed):
+    x, (w,) = make((2, M, K), dtype, seed, layout), make_weights((N,), K, dtype, seed + 1, order)
+    options = {}
+    if not is_plain:
+        bias, residual = make((N,), dtype, seed + 2), make((2, M, N), dtype, seed + 3, layout)
+        options = {"bias": bias, "act": "gelu_tanh", "residual": residual}
+    with count_launches() as launches:
+        y = matmul(x, w, **options)
+    assert launches == {"matmul": 1}
+    assert_close(y, truth(matmul_ref, x, w, **options), dtype)
+
+
+@given(dtypes, rows, sizes(2, 150), st.sampled_from([34, 576]), orders, seeds)
+def test_matmul_gated_matches_ref(dtype, M, N, K, order, seed):
+    x, w = make((1, M, K), dtype, seed), make_weights((N, N), K, dtype, seed + 1, order)
+    residual = make((1, M, N), dtype, seed + 3)
+    for options in ({}, {"bias": (make((N,), dtype, seed + 4), None), "residual": residual}):
+        y = matmul(x, w, act="silu", gated=True, **options)
+        assert_close(y, truth(matmul_ref, x, w, act="silu", gated=True, **options), dtype)
+
+
+@given(rows, segments, st.sampled_from([34, 100]), seeds)
+def test_matmul_of_segments_is_their_concatenation(M, counts, K, seed):
+    x, w = make((M, K), torch.float32, seed), make_weights(counts, K, torch.float32, seed + 1)
+    bias = (None, *(make((n,), torch.float32, seed + 9) for n in counts[1:]))
+    parts = [matmul(x, segment, b) for segment, b in zip(w, bias, strict=True)]
+    assert torch.equal(matmul(x, w, bias), torch.cat(parts, -1))
+
+
+@given(rows, sizes(1, 150), inputs_K, seeds)
+def test_matmul_is_linear(M, N, K, seed):
+    x, (w,) = make((M, K), torch.float32, seed), make_weights((N,), K, torch.float32, seed + 1)
+    y = matmul(x, w)
+    assert torch.equal(matmul(x * 4, w), y * 4)
+    assert_close(matmul(x, w, residual=y), 2 * y.double(), torch.float32)
+
+
+@given(sizes(2, 150), sizes(1, 100), inputs_K, seeds)
+def test_matmul_permutes_with_batch(M, N, K, seed):
+    x, (w,) = make((M, K), torch.float32, seed), make_weights((N,), K, torch.float32, seed + 1)
+    order = torch.randperm(M, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(matmul(x[order], w), matmul(x, w)[order])
+
+
+@given(sizes(1, 16), sizes(1, 100), inputs_K, seeds)
+def test_matmul_agrees_with_gemv(M, N, K, seed):
+    x, (w,) = make((M, K), torch.float32, seed), make_weights((N,), K, torch.float32, seed + 1)
+    assert_close(matmul(x, w), gemv(x, w).double(), torch.float32)
+
+
+@pytest.mark.parametrize("config", [(16, 32, 32), (128, 64, 64), (32, 128, 16)])
+def test_matmul_is_right_in_every_configuration(config):
+    tile = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), config, strict=True))
+    x, w = make((150, 71), torch.float32, 0), make_weights((90, 17), 71, torch.float32, 1)
+    for group in (1, 8):
+        with pin(OP, {**tile, "GROUP_M": group}):
+            assert_close(matmul(x, w), truth(matmul_ref, x, w), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matmul_of_nothing(dtype):
+    x, w = make((2, 3, 7), dtype, 0), make((5, 7), dtype, 1)
+    assert matmul(x[:0], w).shape == (0, 3, 5)
+    assert matmul(x, w[:0]).shape == (2, 3, 0)
+    assert torch.equal(matmul(x[..., :0], w[:, :0]), torch.zeros(2, 3, 5, dtype=dtype))
+
+
+def test_matmul_refuses_what_does_not_fit():
+    x, w = torch.zeros(2, 8), torch.zeros(4, 8)
+    with pytest.raises(
+        ValueError, match=r"weight has shape \(8, 4\) - allowed: \(N, 8\) for this x - transpose it"
+    ):
+        matmul(x, w.T)
+    with pytest.raises(ValueError, match="x is torch.float32, weight torch.float16"):
+        matmul(x, w.half())
+    with pytest.raises(ValueError, match=r"bias has shape \(8,\) - allowed: \(4,\)"):
+        matmul(x, w, torch.zeros(8))
+    with pytest.raises(ValueError, match="bias has 1 entries - allowed: 2"):
+        matmul(x, (w, w), torch.zeros(4))
+    with pytest.raises(ValueError, match="weight has 4 segments - allowed: 1 to 3"):
+        matmul(x, (w, w, w, w))
+    with pytest.raises(ValueError, match="weight has 1 segments - allowed: exactly 2"):
+        matmul(x, w, gated=True)
+    with pytest.raises(ValueError, match="strides"):
+        matmul(x, (w, torch.zeros(8, 4).T))
+    with pytest.raises(ValueError, match=r"residual is \(1, 4\) torch.float32 - allowed: \(2, 4\)"):
+        matmul(x, w, residual=torch.zeros(1, 4))
+    with pytest.raises(ValueError, match="act='swish'"):
+        matmul(x, w, act="swish")
