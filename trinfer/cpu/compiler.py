@@ -1,6 +1,10 @@
 """The Triton backend `cpu`: TTIR -> C -> shared object, in three stages that Triton caches like any other."""
 
 import hashlib
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +65,21 @@ def _to_ttir(module: Any, metadata: dict[str, Any]) -> Any:
     return module
 
 
+_recursion_lock = threading.Lock()
+
+
+@contextmanager
+def _deep_expressions() -> Iterator[None]:
+    """An unrolled loop makes expressions of thousands of nested ops, which the emitter follows recursively."""
+    with _recursion_lock:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(limit, 20_000))
+        try:
+            yield
+        finally:
+            sys.setrecursionlimit(limit)
+
+
 def _to_c(module: Any, metadata: dict[str, Any]) -> str:
     function = parse(str(module))
     metadata.update(
@@ -72,7 +91,8 @@ def _to_c(module: Any, metadata: dict[str, Any]) -> str:
         profile_scratch_size=0,
         profile_scratch_align=1,
     )
-    return to_c(function)
+    with _deep_expressions():
+        return to_c(function)
 
 
 def _to_so(source: str, metadata: dict[str, Any]) -> bytes:

@@ -14,60 +14,16 @@ from trinfer.cpu.ttir import Block, Function, Op, Value
 STACK_LIMIT_BYTES = 4 << 20
 """Tiles live on the stack of a pool thread, which is 8 MiB where nothing else is configured."""
 
-_RESERVED = frozenset(
-    [
-        "auto",
-        "break",
-        "case",
-        "char",
-        "const",
-        "continue",
-        "default",
-        "do",
-        "double",
-        "else",
-        "enum",
-        "extern",
-        "float",
-        "for",
-        "goto",
-        "if",
-        "inline",
-        "int",
-        "long",
-        "register",
-        "restrict",
-        "return",
-        "short",
-        "signed",
-        "sizeof",
-        "static",
-        "struct",
-        "switch",
-        "typedef",
-        "union",
-        "unsigned",
-        "void",
-        "volatile",
-        "while",
-        "kernel",
-        "args",
-        "pid0",
-        "pid1",
-        "pid2",
-        "grid0",
-        "grid1",
-        "grid2",
-        "i0",
-        "i1",
-        "i2",
-        "i3",
-        "i4",
-        "i5",
-        "bool",
-        "true",
-        "false",
-    ]
+_RESERVED = re.compile(
+    # keywords, and macros that gcc defines by itself
+    r"auto|break|case|char|const|continue|default|do|double|else|enum|extern|float|for|goto|if|inline|int|long"
+    r"|register|restrict|return|short|signed|sizeof|static|struct|switch|typedef|union|unsigned|void|volatile"
+    r"|while|asm|typeof|bool|true|false|linux|unix"
+    # names that the emitted code has itself
+    r"|kernel|args|pid\d|grid\d|i\d+|block_i\d+|part|batch|t_.*"
+    r"|sqrtf?|fmod|memcpy|memset|printf|NAN|INFINITY"
+    # what is no name in C
+    r"|\d.*|"
 )
 
 
@@ -83,7 +39,8 @@ class Emitter:
         self.plan: Plan = make_plan(function)
         self.lines: list[str] = []
         self.indent = 1
-        self.counters: dict[str, int] = {}
+        # a variable must not hide a C function that the kernel calls
+        self.counters: dict[str, int] = dict.fromkeys(function.symbols(), 1)
         self.scalars: dict[Value, str] = {}
         self.arrays: dict[Value, Array] = {}
         self.advanced: dict[Value, Advanced] = {}
@@ -114,13 +71,15 @@ class Emitter:
     def fresh(self, base: str) -> str:
         """A C name after an SSA name, unique in the kernel."""
         base = re.sub(r"\W", "_", base.lstrip("%"))
-        if base in _RESERVED or base.startswith("t_") or base[:1].isdigit() or not base:
+        if _RESERVED.fullmatch(base):
             base = f"v{base}"
-        count = self.counters[base] = self.counters.get(base, 0) + 1
-        if count == 1:
-            return base
-        name = f"{base}_{count}"
-        return name if name not in self.counters else self.fresh(name)
+        count, name = self.counters.get(base, 0), base
+        while name in self.counters:
+            count += 1
+            name = f"{base}_{count}"
+        self.counters[base] = max(count, 1)
+        self.counters.setdefault(name, 1)
+        return name
 
     def unsupported(self, op: Op) -> UnsupportedOpError:
         """The error for an op without a rule."""

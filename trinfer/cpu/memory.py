@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trinfer.cpu.affine import coefficient
 from trinfer.cpu.nest import Nest
-from trinfer.cpu.scalar import c_type, to_memory
+from trinfer.cpu.scalar import UNSIGNED, c_type, to_memory
 from trinfer.cpu.ttir import Op
 
 if TYPE_CHECKING:
@@ -115,8 +115,10 @@ def _histogram(emitter: Emitter, op: Op) -> None:
 
     def body(nest: Nest) -> None:
         nest.simd = False
-        guard = f"if ({nest.value(mask)}) " if mask is not None else ""
-        nest.statement(f"{guard}{dest}[{nest.value(source)}]++;")
+        value = nest.value(source)
+        inside = f"({UNSIGNED[source.type.elem]}){value} < {result.type.numel}"
+        guard = f"{nest.value(mask)} && {inside}" if mask is not None else inside
+        nest.statement(f"if ({guard}) {dest}[{value}]++;")
 
     Nest(emitter, source.type.shape or ()).run(body)
     emitter.own(result, dest, op)

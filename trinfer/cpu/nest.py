@@ -333,11 +333,15 @@ class Nest:
 def unit_stride_axis(emitter: "Emitter", value: Value, shape: tuple[int, ...]) -> int | None:
     """The axis along which most memory accesses behind a lazy value are contiguous."""
     votes: dict[int, int] = {}
+    seen: set[tuple[Value, tuple[int | None, ...]]] = set()
 
     def visit(v: Value, axes: tuple[int | None, ...]) -> None:
         op = v.op
         if v.type.shape is None or op is None or v in emitter.arrays or v not in emitter.plan.lazy:
             return
+        if (v, axes) in seen:
+            return
+        seen.add((v, axes))
         if op.name == "tt.load":
             index = tuple(f"i{d}" for d in range(len(axes)))
             poly = emitter.affine.poly(op.operands[0], index)

@@ -93,16 +93,16 @@ def _is_cheap(plan: Plan, value: Value) -> bool:
 
 
 def _find_sinks(plan: Plan, value: Value, block: Block | None) -> list[Op]:
-    sinks: list[Op] = []
+    sinks: dict[Op, None] = {}
     for user in value.uses:
         through = [r for r in user.results if r in plan.lazy and r.type.shape is not None]
         if user.block is block and through and is_elementwise(user):
             for result in user.results:
-                sinks += plan.sinks.get(result, [])
+                sinks.update(dict.fromkeys(plan.sinks.get(result, [])))
         else:
-            sinks.append(user)
-    plan.sinks[value] = sinks
-    return sinks
+            sinks[user] = None
+    plan.sinks[value] = list(sinks)
+    return plan.sinks[value]
 
 
 def _decide(plan: Plan, value: Value, op: Op) -> None:
@@ -114,7 +114,7 @@ def _decide(plan: Plan, value: Value, op: Op) -> None:
     if _is_cheap(plan, value):
         plan.lazy.add(value)
         return
-    if len(set(map(id, sinks))) != 1 or sinks[0].block is not op.block:
+    if len(sinks) != 1 or sinks[0].block is not op.block:
         return
     # a value that is broadcast would be computed once per row
     if any(user.name == "tt.broadcast" for user in value.uses):

@@ -98,9 +98,8 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
     # outer loops whose accumulator has been declared
     declared: set[Loop] = set()
 
-    lanes = (
-        _LANES if operator == "+" and elem == "f32" and (value.type.shape or ())[axis] >= 2 * _LANES else 0
-    )
+    is_long = operator == "+" and elem == "f32" and (value.type.shape or ())[axis] >= 2 * _LANES
+    lanes = [emitter.fresh(f"{acc}_lanes") for _ in range(_LANES // 16 if is_long else 0)]
 
     def body(nest: Nest) -> None:
         outer = nest.path[-2]
@@ -114,20 +113,19 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
         nest.loads.clear()
         text = nest.value(value)
         if lanes:
-            _take_lanes(nest, axis, acc, text)
+            _take_lanes(nest, axis, acc, lanes, text)
         nest.statement(f"{acc} = {_combined(operator, acc, text, elem)};")
 
     nest.run(body)
 
 
-def _take_lanes(nest: Nest, axis: int, acc: str, text: str) -> None:
+def _take_lanes(nest: Nest, axis: int, acc: str, sums: list[str], text: str) -> None:
     """Sum a long row in independent lanes, so that the additions of neighbouring vectors need not wait for each other.
 
     Rows of elements of 16 bits and fewer are fetched ahead of their use: their stream is faster than the hardware
     prefetcher follows (576 columns of bf16, one Xeon core with AVX-512: 9 GB/s without lanes and prefetch, 27 with).
     """
     outer, loop = nest.path[-2], nest.path[-1]
-    sums = [f"{acc}_{k}" for k in range(_LANES // 16)]
     declaration = f"t_vector {', '.join(f'{name} = {{0}}' for name in sums)};"
     if declaration not in outer.lines:
         outer.lines.append(declaration)

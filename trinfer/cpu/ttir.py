@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -88,6 +89,22 @@ class Function:
     args: list[Value]
     blocks: list[Block]
     line: str
+
+    def ops(self) -> Iterator[Op]:
+        """All ops in printed order, those of nested regions behind the op that holds them."""
+        for block in self.blocks:
+            yield from _nested(block)
+
+    def symbols(self) -> set[str]:
+        """The C functions that the kernel calls by name."""
+        return {found[1] for op in self.ops() if (found := re.search(r'\bsymbol = "(\w+)"', op.attrs))}
+
+
+def _nested(block: Block) -> Iterator[Op]:
+    for op in block.ops:
+        yield op
+        for region in op.regions:
+            yield from _nested(region)
 
 
 def parse_type(text: str) -> Type:
