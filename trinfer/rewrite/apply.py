@@ -31,17 +31,17 @@ def apply(model: nn.Module, plan: Plan) -> None:
 
     Parameters, state_dict keys and ties stay as they are.
     """
+    found = [(model.get_submodule(step.path), FORWARDS[step.forward], step.record) for step in plan.swapped]
     with ExitStack() as rollback:
         rollback.callback(undo, model, plan)
         if plan.attention is not None:
             register()
             compat.own_config(model)
             compat.set_attention(model, compat.ATTENTION_NAME)
-        for step in plan.swapped:
-            module: Any = model.get_submodule(step.path)
-            module._trinfer = step.record
+        for module, forward, record in found:
+            module.__dict__["_trinfer"] = record
             # not a bound method: pickle stores one as getattr(module, name), which loses the swap
-            module.forward = partial(FORWARDS[step.forward], module)
+            module.__dict__["forward"] = partial(forward, module)
         rollback.pop_all()
 
 

@@ -129,11 +129,7 @@ def _whole_model(
         yield Step("", was, dtype_name(config.dtype), "dtype; all floating point parameters and buffers")
     devices = {t.device for t in tensors if t.device.type != "meta"} - {backend.device}
     if config.keep_module_on_host:
-        where = (
-            "parameters are in host memory already"
-            if backend.device.type == "cpu"
-            else "until engine.to(device)"
-        )
+        where = "met by definition on a CPU" if backend.device.type == "cpu" else "until engine.to(device)"
         yield Step("", "host memory", "host memory", f"keep_module_on_host; {where}")
     elif devices:
         yield Step(

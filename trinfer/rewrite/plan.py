@@ -91,13 +91,13 @@ class Plan:
 
 def collapse(entries: Iterable[tuple[str, Row]]) -> list[Row]:
     """One row for all entries that agree but for the first number in their path; order of appearance."""
-    groups: dict[tuple[str, str, Row], list[int]] = {}
+    groups: dict[tuple[str, str | None, Row], list[int]] = {}
     for path, cells in entries:
         match = re.match(r"(.*?(?:^|\.))(\d+)((?:\..*)?)$", path)
-        head, number, tail = (match[1], [int(match[2])], match[3]) if match else (path, [], "")
-        groups.setdefault((head, tail, cells), []).extend(number)
+        head, tail = (match[1], match[3]) if match else (path, None)
+        groups.setdefault((head, tail, cells), []).extend([int(match[2])] if match else [])
     return [
-        (f"{head}{numbers(found)}{tail}" or "(model)", *cells)
+        (f"{head}{numbers(found)}{tail or ''}" or "(model)", *cells)
         for (head, tail, cells), found in groups.items()
     ]
 

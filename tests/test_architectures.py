@@ -1,0 +1,228 @@
+"""Every row against transformers' eager attention: logits, masks of every kind, reports about them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import trinfer
+from tests.models import ZOO, engine_of, left_padded, make, reference, token_ids
+from tests.reports import REPORTS, models
+from trinfer import ARCHITECTURES, Arch
+
+WITH_ROW = [name for name, (model_type, _, _) in ZOO.items() if model_type in ARCHITECTURES]
+# largest difference of logits from the float32 reference; logits of the zoo are of order 1
+LOGIT_BOUND = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+def assert_same_logits(
+    actual: Tensor, expected: Tensor, real: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    """Logits agree at real positions within the bound of `dtype`, and nothing anywhere is non-finite."""
+    assert bool(actual.isfinite().all())
+    if real is not None:
+        actual, expected = actual[real], expected[real]
+    actual, expected = actual.detach(), expected.detach()
+    difference = float((actual.float() - expected).abs().max())
+    assert difference <= LOGIT_BOUND[dtype], f"logits differ by {difference:.2e}"
+    top = expected.topk(2).values
+    clear = top[..., 0] - top[..., 1] > 2 * LOGIT_BOUND[dtype]
+    assert bool((actual.argmax(-1) == expected.argmax(-1))[clear].all())
+
+
+@pytest.mark.parametrize("dtype", LOGIT_BOUND, ids=str)
+@pytest.mark.parametrize("name", WITH_ROW)
+def test_logits_match_transformers(name: str, dtype: torch.dtype) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model, dtype)
+    for rows, tokens in ((1, 1), (2, 7), (3, 33)):
+        ids = token_ids(rows, tokens)
+        assert_same_logits(engine(ids).logits, expected(ids).logits, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", WITH_ROW)
+def test_every_part_of_a_layer_is_swapped(name: str) -> None:
+    plan = trinfer.make_plan(make(name), dtype="fp32", replace_with_kernel_inject=True)
+    assert {entry.was for entry in plan.kept} <= {"LlamaDecoderLayer", "LlamaRotaryEmbedding", "BertLayer"}
+    assert plan.architecture == ZOO[name][0]
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_models_without_a_row_are_swapped_in_part_and_right(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    ids = token_ids(2, 9)
+    extra = {"decoder_input_ids": ids[:, :3]} if name == "t5" else {}
+    assert_same_logits(engine(ids, **extra).logits, expected(ids, **extra).logits)
+    assert engine.plan.swapped
+    if name not in WITH_ROW:
+        assert any("no row for model_type" in entry.why for entry in engine.plan.kept)
+
+
+def test_report_table_is_up_to_date() -> None:
+    for number, report in REPORTS.items():
+        rows = {name: ZOO[name][0] in ARCHITECTURES for name in (*report.models, *report.pending)}
+        assert all(rows[name] for name in report.models), f"{number} runs on a model without a row: {rows}"
+        waiting = [name for name in report.pending if rows[name]]
+        assert not waiting, f"{number}: {waiting} have a row now; move them from pending to models"
+
+
+def test_arch_refuses_unknown_flags() -> None:
+    row = ARCHITECTURES["llama"].__dict__
+    with pytest.raises(ValueError, match=r"Arch.rotary='spiral'.*'none', 'half', 'interleaved'"):
+        Arch(**(row | {"rotary": "spiral"}))
+
+
+@models("U001")
+def test_u001_masks_of_every_type_mean_the_same(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    ids = token_ids(1, 6)
+    padded = torch.cat([ids, torch.zeros(1, 10, dtype=torch.long)], -1)
+    mask = torch.tensor([[1] * 6 + [0] * 10])
+    alone = expected(ids).logits
+    for dtype in (torch.bool, torch.int64, torch.int32, torch.float32):
+        assert_same_logits(engine(padded, attention_mask=mask.to(dtype)).logits[:, :6], alone)
+    no_mask, all_ones = engine(ids).logits, engine(ids, attention_mask=torch.ones_like(ids)).logits
+    assert torch.equal(no_mask, all_ones)
+
+
+@models("U005")
+def test_u005_blanked_row_is_finite_and_changes_no_other(name: str) -> None:
+    engine = engine_of(make(name))
+    ids = token_ids(2, 8)
+    causal = torch.ones(8, 8, dtype=torch.bool).tril().expand(2, 1, 8, 8)
+    blanked = causal.clone()
+    blanked[0, :, 5] = False
+    open_row, blank_row = (engine(ids, attention_mask=mask).logits for mask in (causal, blanked))
+    assert bool(blank_row.isfinite().all())
+    # causality: positions before the blanked one, and the other sequence, cannot see it
+    assert torch.equal(blank_row[0, :5], open_row[0, :5])
+    assert torch.equal(blank_row[1], open_row[1])
+
+
+@models("U009")
+def test_u009_kernels_receive_the_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trinfer.layers import attention as layer
+
+    seen = []
+    kernel = layer.attention
+
+    def spy(*args: object, **kwargs: object) -> Tensor:
+        seen.append(kwargs["kv_range"])
+        return kernel(*args, **kwargs)
+
+    engine = engine_of(make(name))
+    monkeypatch.setattr(layer, "attention", spy)
+    ids, mask = left_padded([9, 5])
+    masked = engine(ids, attention_mask=mask).logits
+    assert [bounds.tolist() for bounds in seen] == [[[0, 9], [4, 9]]] * 2
+    assert float((engine(ids).logits - masked)[1, 4:].abs().max()) > 1e-2
+
+
+@models("U016")
+def test_u016_odd_head_dim(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    ids = token_ids(2, 6)
+    assert_same_logits(engine(ids).logits, expected(ids).logits)
+    options = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True}
+    ours, theirs = engine.generate(ids, **options), expected.generate(ids, **options)
+    for step, truth in zip(ours.logits, theirs.logits, strict=True):
+        assert_same_logits(step, truth)
+
+
+@models("U070")
+def test_u070_attention_and_mask_function_go_together(name: str) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    chosen = model.config._attn_implementation
+    assert chosen == "trinfer"
+    assert chosen in AttentionInterface._global_mapping
+    assert chosen in AttentionMaskInterface._global_mapping
+    ids, mask = left_padded([12, 7, 3])
+    assert_same_logits(
+        engine(ids, attention_mask=mask).logits, expected(ids, attention_mask=mask).logits, mask.bool()
+    )
+
+
+def holes() -> Tensor:
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, 3:5] = 0
+    mask[1, :2] = 0
+    mask[1, 7] = 0
+    return mask
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "bert_decoder"])
+def test_mask_with_holes_takes_the_bias_path(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    ids, mask = token_ids(2, 10), holes()
+    real = mask.bool()
+    assert_same_logits(
+        engine(ids, attention_mask=mask).logits, expected(ids, attention_mask=mask).logits, real
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_four_dimensional_masks(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    ids = token_ids(2, 10)
+    allowed = (torch.rand(2, 1, 10, 10) < 0.5) | torch.eye(10, dtype=torch.bool)
+    additive = torch.zeros(2, 1, 10, 10).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    truth = expected(ids, attention_mask=additive).logits
+    for mask in (additive, allowed, allowed.int()):
+        assert_same_logits(engine(ids, attention_mask=mask).logits, truth)
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    model = make("llama")
+    expected = reference(model)
+    engine = engine_of(model)
+    ids = token_ids(1, 9)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    options = {"position_ids": positions, "use_cache": False}
+    assert_same_logits(engine(ids, **options).logits, expected(ids, **options).logits)
+    assert_same_logits(engine(ids, **options).logits[:, 4:], expected(ids[:, 4:]).logits)
+
+
+def test_content_of_padding_changes_nothing() -> None:
+    engine = engine_of(make("llama"))
+    ids, mask = left_padded([9, 5])
+    other = torch.where(mask.bool(), ids, 77)
+    first, second = (engine(x, attention_mask=mask).logits for x in (ids, other))
+    assert torch.equal(first[mask.bool()], second[mask.bool()])
+
+
+def test_neighbours_change_nothing() -> None:
+    engine = engine_of(make("llama"))
+    ids = token_ids(3, 9)
+    other = torch.cat([ids[:1], token_ids(2, 9, seed=7)])
+    assert torch.equal(engine(ids).logits[0], engine(other).logits[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_attentions_and_hidden_states_on_request(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    ids, mask = left_padded([8, 5])
+    options = {"attention_mask": mask, "output_attentions": True, "output_hidden_states": True}
+    ours, theirs = engine(ids, **options), expected(ids, **options)
+    assert len(ours.attentions) == 2
+    assert len(ours.hidden_states) == 3
+    for weights, truth in zip(ours.attentions, theirs.attentions, strict=True):
+        rows = mask.bool()
+        assert torch.allclose(weights.transpose(1, 2)[rows], truth.transpose(1, 2)[rows], atol=1e-5)
+    for states, truth in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        assert torch.allclose(states[mask.bool()], truth[mask.bool()], atol=1e-4)
