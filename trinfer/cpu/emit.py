@@ -7,7 +7,7 @@ from trinfer.cpu import control, dot, memory, reduce
 from trinfer.cpu.affine import Affine
 from trinfer.cpu.nest import Nest, Read, unit_stride_axis
 from trinfer.cpu.plan import Plan, make_plan
-from trinfer.cpu.scalar import c_type, expression, from_memory, is_elementwise, literal
+from trinfer.cpu.scalar import c_type, expression, from_memory, is_elementwise, literal, tile_type
 from trinfer.cpu.tile import Advanced, Array
 from trinfer.cpu.ttir import Block, Function, Op, Value
 
@@ -112,7 +112,7 @@ class Emitter:
 
     def new_array(self, elem: str, count: int, base: str, kind: str = "") -> str:
         """Declare a C array that no value owns."""
-        name, kind = self.fresh(base), kind or c_type(elem)
+        name, kind = self.fresh(base), kind or tile_type(elem)
         self.stack_bytes += count * (8 if kind in ("int64_t", "double") or "*" in kind else 4)
         if self.stack_bytes > STACK_LIMIT_BYTES:
             raise ValueError(
@@ -142,20 +142,20 @@ class Emitter:
         """Write every element of a tile to an array."""
         shape = value.type.shape or ()
         Nest(self, shape, unit_stride_axis(self, value, shape)).run(
-            lambda nest: nest.statement(f"{target}[{nest.linear(shape, nest.index)}] = {nest.value(value)};")
+            lambda nest: nest.statement(f"{target}[{nest.linear(shape, nest.index)}] = {nest.stored(value)};")
         )
 
     def reads(self, value: Value) -> tuple[list[Read], tuple[str, ...]]:
         """The arrays that evaluating a lazy tile reads, and the index at which it writes."""
         nest = Nest(self, value.type.shape or ())
-        nest.probe(lambda nest: nest.statement(nest.value(value)))
+        nest.probe(lambda nest: nest.statement(nest.stored(value)))
         return nest.reads, nest.index
 
     def _in_place(self, value: Value, at: Op) -> str | None:
         reads, index = self.reads(value)
         for read in reads:
             array = self.arrays[read.owner]
-            if array.home is not at.block or read.c_type != c_type(value.type.elem):
+            if array.home is not at.block or read.c_type != tile_type(value.type.elem):
                 continue
             owners = [v for v, a in self.arrays.items() if a.name == array.name]
             same = all(r.index == index for r in reads if r.array == array.name)
@@ -225,7 +225,7 @@ def _reshape(emitter: Emitter, op: Op) -> None:
 
 def _unsplat(emitter: Emitter, op: Op) -> None:
     array = emitter.materialize(op.operands[0], at=op)
-    emitter.scalars[op.results[0]] = f"{array}[0]"
+    emitter.scalars[op.results[0]] = from_memory(op.results[0].type.elem, f"{array}[0]")
 
 
 def _nothing(emitter: Emitter, op: Op) -> None:

@@ -38,7 +38,7 @@ def _store(emitter: Emitter, op: Op) -> None:
     def body(nest: Nest) -> None:
         guard = nest.guard(mask)
         place = emitter.access(op, pointer, nest.value(pointer))
-        nest.statement(f"{f'if ({guard}) ' if guard else ''}{place} = {to_memory(elem, nest.value(value))};")
+        nest.statement(f"{f'if ({guard}) ' if guard else ''}{place} = {nest.stored(value)};")
 
     Nest(emitter, pointer.type.shape, _contiguous_axis(emitter, op)).run(body)
 
@@ -75,7 +75,8 @@ def _atomic(emitter: Emitter, op: Op, function: str, values: list, mask: object)
         guard = nest.guard(mask)
         call = f"{function}({', '.join(nest.value(x) for x in (pointer, *values))})"
         keep = f"{array}[{nest.linear(shape, nest.index)}] = " if array else ""
-        nest.statement(f"{f'if ({guard}) ' if guard else ''}{keep}{call};")
+        old = to_memory(result.type.elem, call) if array else call
+        nest.statement(f"{f'if ({guard}) ' if guard else ''}{keep}{old};")
 
     Nest(emitter, shape).run(body)
     if array:

@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING
 
 from trinfer.cpu.affine import Conjunct, Index, add, c_text, coefficient, source_index
 from trinfer.cpu.loop import SIMD, Loop
-from trinfer.cpu.scalar import c_float, c_type, expression, float_literal, from_memory, literal, rounded
+from trinfer.cpu.scalar import (
+    MEMORY,
+    NARROW_FLOATS,
+    c_float,
+    c_type,
+    expression,
+    float_literal,
+    from_memory,
+    literal,
+    rounded,
+    tile_type,
+    to_memory,
+)
 from trinfer.cpu.ttir import Op, Type, Value
 
 if TYPE_CHECKING:
@@ -194,22 +206,28 @@ class Nest:
             self.memo[(value, index)] = self._element(value, index)
         return self.memo[(value, index)]
 
-    def raw(self, value: Value, index: Index) -> str:
-        """Like `value` for a loaded 16-bit tile, as its bits in memory."""
-        op = value.op
-        assert op is not None
-        if op.name == "tt.load":
-            return self._load(op, index, raw=True)
-        source = source_index(op, index)
-        assert source is not None
-        return self.raw(op.operands[0], source)
+    def stored(self, value: Value, index: Index | None = None) -> str:
+        """C text of one element of a tile as memory holds it; narrow floats are neither widened nor rounded twice."""
+        elem, op = value.type.elem, value.op
+        if elem not in NARROW_FLOATS:
+            return self.value(value, index)
+        index = self.index if index is None else index
+        if op is not None and value not in self.emitter.arrays and value.type.shape is not None:
+            if (source := source_index(op, index)) is not None:
+                return self.stored(op.operands[0], source)
+            if op.name == "tt.load" and (len(op.operands) < 3 or is_zero(op.operands[2])):
+                return self._load(op, index, raw=True)
+            if op.name in ("arith.truncf", "tt.fp_to_fp") and op.operands[0].type.elem == "f32":
+                return to_memory(elem, self.value(op.operands[0], index))
+        return to_memory(elem, self.value(value, index))
 
     def _element(self, value: Value, index: Index) -> str:
         emitter, kind = self.emitter, value.type
         if (array := emitter.arrays.get(value)) is not None:
-            self.reads.append(Read(array.name, value, index, c_type(kind.elem)))
+            self.reads.append(Read(array.name, value, index, tile_type(kind.elem)))
             place = f"{array.name}[{self.linear(kind.shape or (), index)}]"
-            return self.put(c_type(kind.elem), place, self.level_of(index, []), value.name)
+            text = from_memory(kind.elem, place)
+            return self.put(c_type(kind.elem), text, self.level_of(index, []), value.name)
         if (moved := emitter.advanced.get(value)) is not None:
             start = self.value(moved.start, index)
             return self.put(
@@ -275,7 +293,7 @@ class Nest:
             test = self.value(mask, index)
             text = f"{test} ? {text} : {'0' if raw else other}"
             level = max(level, self.level_of((), [test, other]))
-        return self.put("uint16_t" if raw else c_type(kind.elem), text, level, op.results[0].name)
+        return self.put(MEMORY[kind.elem] if raw else c_type(kind.elem), text, level, op.results[0].name)
 
     def _other(self, op: Op, index: Index) -> str:
         if len(op.operands) > 2:
@@ -328,6 +346,11 @@ class Nest:
                 return None
             return a * b if op.name == "arith.mulf" else a + b
         return None
+
+
+def is_zero(value: Value) -> bool:
+    """True for the constant 0.0, scalar or splat."""
+    return value.op is not None and value.op.name == "arith.constant" and float_literal(value.op) == 0
 
 
 def unit_stride_axis(emitter: "Emitter", value: Value, shape: tuple[int, ...]) -> int | None:

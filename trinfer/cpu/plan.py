@@ -13,6 +13,7 @@ from trinfer.cpu.ttir import Block, Function, Op, Value
 
 WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "gpu.barrier", "ttg.barrier", "ttg.local_barrier"}
 COMBINERS = ("tt.reduce", "tt.scan")
+_MOVES = ("tt.expand_dims", "tt.broadcast", "tt.trans")
 _FREE_FLOATS = ("tt.splat", "arith.constant", "tt.broadcast", "tt.expand_dims")
 
 
@@ -111,18 +112,23 @@ def _decide(plan: Plan, value: Value, op: Op) -> None:
     sinks = _find_sinks(plan, value, op.block)
     if not is_elementwise(op):
         return
-    if _is_cheap(plan, value):
+    if op.name in _MOVES or _is_cheap(plan, value):
         plan.lazy.add(value)
         return
-    if len(sinks) != 1 or sinks[0].block is not op.block:
-        return
-    # a value that is broadcast would be computed once per row
-    if any(user.name == "tt.broadcast" for user in value.uses):
+    if len(sinks) != 1 or sinks[0].block is not op.block or _is_repeated(value):
         return
     assert op.block is not None
     if op.name == "tt.load" and any(_writes(q) for q in op.block.ops[op.index + 1 : sinks[0].index]):
         return
     plan.lazy.add(value)
+
+
+def _is_repeated(value: Value) -> bool:
+    """True if the value is broadcast: lazy, it would be computed once per row."""
+    for user in value.uses:
+        if user.name == "tt.broadcast" or (user.name in _MOVES and _is_repeated(user.results[0])):
+            return True
+    return False
 
 
 def _writes(op: Op) -> bool:

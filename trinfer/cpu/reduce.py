@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trinfer.cpu.loop import Blocks, Loop
 from trinfer.cpu.nest import Nest, unit_stride_axis
-from trinfer.cpu.scalar import UNSIGNED, c_type, expression, literal, rounded
+from trinfer.cpu.scalar import NARROW_FLOATS, UNSIGNED, c_type, expression, from_memory, literal, to_memory
 from trinfer.cpu.ttir import Block, Op, Value
 
 if TYPE_CHECKING:
@@ -53,17 +53,18 @@ def _identity_text(operator: str, elem: str) -> str:
     return {-(1 << 63): "INT64_MIN", -(1 << 31): "INT32_MIN"}.get(int(value), str(int(value)))
 
 
-def _combined(operator: str, old: str, new: str, elem: str) -> str:
+def _combined(operator: str, old: str, new: str) -> str:
     if operator in ("max", "min"):
         return f"{old} {'<' if operator == 'max' else '>'} {new} ? {new} : {old}"
-    return rounded(elem, f"{old} {operator} {new}") if elem[0] in "bf" else f"{old} {operator} {new}"
+    return f"{old} {operator} {new}"
 
 
 def _reduce(emitter: Emitter, op: Op) -> None:
     axis = int(op.attr("axis") or 0)
     body = op.regions[0]
     operator = _SIMPLE.get(body.ops[0].name) if len(body.ops) == 2 and len(op.operands) == 1 else None
-    if operator is None or (op.operands[0].type.shape or ())[axis] == 1:
+    is_narrow = op.operands[0].type.elem in NARROW_FLOATS
+    if operator is None or is_narrow or (op.operands[0].type.shape or ())[axis] == 1:
         _general_reduce(emitter, op, axis)
         return
     shape = op.operands[0].type.shape or ()
@@ -114,7 +115,7 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
         text = nest.value(value)
         if lanes:
             _take_lanes(nest, axis, acc, lanes, text)
-        nest.statement(f"{acc} = {_combined(operator, acc, text, elem)};")
+        nest.statement(f"{acc} = {_combined(operator, acc, text)};")
 
     nest.run(body)
 
@@ -174,7 +175,7 @@ def _reduce_columns(emitter: Emitter, op: Op, axis: int, operator: str, preferre
         if nest.constant(value, nest.index) == _identity(operator, elem):
             return
         target = place(nest, nest.index[:axis] + nest.index[axis + 1 :])
-        nest.statement(f"{target} = {_combined(operator, target, nest.value(value), elem)};")
+        nest.statement(f"{target} = {_combined(operator, target, nest.value(value))};")
 
     Nest(emitter, shape, inner).run(body)
 
@@ -213,19 +214,20 @@ def _along_axis(emitter: Emitter, op: Op, axis: int, outs: list[str], reverse: b
         emitter.line(f"const int to = from, last = from {'+' if reverse else '-'} {behind};")
     else:
         emitter.line(f"const int to = before*{behind} + behind, last = to;")
-    new = [f"{a}[from]" for a in arrays]
     emitter.open("if (step == 0) {")
-    for out, x in zip(outs, new, strict=True):
-        emitter.line(f"{out}[to] = {x};")
+    for out, array in zip(outs, arrays, strict=True):
+        emitter.line(f"{out}[to] = {array}[from];")
     emitter.close("} else {")
     emitter.indent += 1
-    results = _combine(emitter, op.regions[0], [f"{out}[last]" for out in outs], new)
-    kinds = [c_type(x.type.elem) for x in op.operands]
+    elems = [x.type.elem for x in op.operands]
+    old = [from_memory(elem, f"{out}[last]") for elem, out in zip(elems, outs, strict=True)]
+    new = [from_memory(elem, f"{array}[from]") for elem, array in zip(elems, arrays, strict=True)]
+    results = _combine(emitter, op.regions[0], old, new)
     held = [emitter.fresh("held") for _ in results]
-    for kind, name, text in zip(kinds, held, results, strict=True):
-        emitter.line(f"const {kind} {name} = {text};")
-    for out, name in zip(outs, held, strict=True):
-        emitter.line(f"{out}[to] = {name};")
+    for elem, name, text in zip(elems, held, results, strict=True):
+        emitter.line(f"const {c_type(elem)} {name} = {text};")
+    for elem, out, name in zip(elems, outs, held, strict=True):
+        emitter.line(f"{out}[to] = {to_memory(elem, name)};")
     for _ in range(3):
         emitter.close()
 
@@ -236,7 +238,7 @@ def _general_reduce(emitter: Emitter, op: Op, axis: int) -> None:
         array = emitter.new_array(result.type.elem, max(result.type.numel, 1), result.name)
         outs.append(array)
         if result.type.shape is None:
-            emitter.scalars[result] = f"{array}[0]"
+            emitter.scalars[result] = from_memory(result.type.elem, f"{array}[0]")
         else:
             emitter.own(result, array, op)
     _along_axis(emitter, op, axis, outs, reverse=False, keeps=False)

@@ -27,13 +27,18 @@ UNSIGNED = {"i1": "uint32_t", "i8": "uint8_t", "i16": "uint16_t", "i32": "uint32
 
 
 def c_type(elem: str) -> str:
-    """The C type of a value in a register or in a tile."""
+    """The C type of a value in a register."""
     if elem.startswith("ptr<"):
         pointee = elem[4:-1]
         return "void**" if pointee.startswith("ptr") else f"{MEMORY[pointee]}*"
     if elem in NARROW_FLOATS:
         return "float"
     return "int32_t" if elem == "i1" else MEMORY[elem]
+
+
+def tile_type(elem: str) -> str:
+    """The C type of an element of a tile in an array: narrow floats lie there as in memory."""
+    return MEMORY[elem] if elem in NARROW_FLOATS else c_type(elem)
 
 
 def from_memory(elem: str, place: str) -> str:
