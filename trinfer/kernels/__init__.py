@@ -6,7 +6,9 @@ for products M rows, N outputs, K inputs; R rotated entries of a head.
 
 from trinfer.kernels.activation import OP as ACTIVATION
 from trinfer.kernels.activation import activation, activation_ref, gelu, relu
+from trinfer.kernels.attention import OP as ATTENTION
 from trinfer.kernels.attention import attention, attention_ref
+from trinfer.kernels.decode_attention import OP as DECODE_ATTENTION
 from trinfer.kernels.decode_attention import decode_attention, decode_attention_ref
 from trinfer.kernels.embedding import OP as EMBEDDING
 from trinfer.kernels.embedding import embedding, embedding_ref
@@ -24,7 +26,18 @@ from trinfer.kernels.rms_norm import rms_norm, rms_norm_ref
 from trinfer.kernels.rotary import OP as ROTARY
 from trinfer.kernels.rotary import rotary, rotary_ref
 
-OPS: tuple[Op, ...] = (ACTIVATION, EMBEDDING, GATED_ACTIVATION, GEMV, LAYER_NORM, MATMUL, RMS_NORM, ROTARY)
+OPS: tuple[Op, ...] = (
+    ACTIVATION,
+    ATTENTION,
+    DECODE_ATTENTION,
+    EMBEDDING,
+    GATED_ACTIVATION,
+    GEMV,
+    LAYER_NORM,
+    MATMUL,
+    RMS_NORM,
+    ROTARY,
+)
 
 __all__ = [
     "OPS",

@@ -1,8 +1,216 @@
 """Attention of many queries, computed block by block with online softmax."""
 
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from trinfer.kernels.elements import attend_ref
+from trinfer import backend
+from trinfer.autotune import Config, choose
+from trinfer.kernels.elements import add_bias, as_bias, attend_ref, check_attention, dot, load_tile
+from trinfer.kernels.op import Op, launched, nbytes, unit_stride
+
+
+class _Key(NamedTuple):
+    dtype: torch.dtype
+    M: int
+    D: int
+    Dv: int
+
+
+@triton.jit
+def _attend(
+    acc,
+    l_i,
+    m_i,
+    q,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    lo,
+    hi,
+    pos_m,
+    mask_m,
+    window,
+    stride_kn,
+    stride_vn,
+    qk_scale,
+    IS_CAUSAL: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Fold the keys lo..hi into the running maximum, sum and weighted values of a block of queries."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_v = tl.arange(0, BLOCK_DV)
+    for n in range(lo, hi, BLOCK_N):
+        mask_n = offs_n < hi - n
+        base = n.to(tl.int64)
+        k_ptrs = k_ptr + base * stride_kn + (offs_n[None, :] * stride_kn + offs_d[:, None])
+        k = load_tile(k_ptrs, mask_n[None, :], offs_d[:, None] < D, IS_MASKED, BLOCK_D != D)
+        s = dot(q, k, tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32)) * qk_scale
+        if IS_MASKED:
+            key = n + offs_n[None, :]
+            keep = mask_n[None, :]
+            if IS_CAUSAL:
+                keep = keep & (key <= pos_m)
+                if window is not None:
+                    keep = keep & (key > pos_m - window)
+            elif window is not None:
+                keep = keep & (key >= pos_m - window) & (key <= pos_m + window)
+            if bias_ptr is not None:
+                s, keep = add_bias(s, keep, bias_ptr + base + offs_n[None, :], mask_m & mask_n[None, :])
+            # far below the first maximum, so that the weight of what is not allowed is exactly zero
+            s = tl.where(keep, s, -1e30)
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v_ptrs = v_ptr + base * stride_vn + (offs_n[:, None] * stride_vn + offs_v[None, :])
+        v = load_tile(v_ptrs, mask_n[:, None], offs_v[None, :] < DV, IS_MASKED, BLOCK_DV != DV)
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
+        m_i = m_new
+    return acc, l_i, m_i
+
+
+# the lengths change from call to call: they must not recompile
+@triton.jit(do_not_specialize=["M", "N"], do_not_specialize_on_alignment=["kv_range_ptr"])
+def _attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    kv_range_ptr,
+    o_ptr,
+    M,
+    N,
+    group,
+    window,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kg,
+    stride_kn,
+    stride_vb,
+    stride_vg,
+    stride_vn,
+    stride_bb,
+    stride_bh,
+    stride_bm,
+    sm_scale,
+    IS_CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PEELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One program per (query block, head, batch)."""
+    # the last blocks of a causal mask see the most keys: start them first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    pid_h = tl.program_id(1).to(tl.int64)
+    pid_b = tl.program_id(2).to(tl.int64)
+    offs_m = tl.arange(0, BLOCK_M)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    offs_v = tl.arange(0, BLOCK_DV)[None, :]
+    mask_m = offs_m < M - first
+    row = first.to(tl.int64)
+    q_ptrs = q_ptr + pid_b * stride_qb + pid_h * stride_qh + row * stride_qm + (offs_m * stride_qm + offs_d)
+    q = load_tile(q_ptrs, mask_m, offs_d < D, True, BLOCK_D != D)
+    k_ptr += pid_b * stride_kb + pid_h // group * stride_kg
+    v_ptr += pid_b * stride_vb + pid_h // group * stride_vg
+    bias_ptrs = bias_ptr
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + pid_b * stride_bb + pid_h * stride_bh + row * stride_bm + offs_m * stride_bm
+
+    # the keys that any query of this block may see
+    pos = first + N - M
+    lo = 0
+    hi = N
+    if kv_range_ptr is not None:
+        lo = tl.maximum(tl.load(kv_range_ptr + 2 * pid_b), 0)
+        hi = tl.minimum(tl.load(kv_range_ptr + 2 * pid_b + 1), N)
+    end = hi
+    if IS_CAUSAL:
+        end = tl.minimum(hi, pos + 1)
+        hi = tl.minimum(hi, pos + BLOCK_M)
+        if window is not None:
+            lo = tl.maximum(lo, pos - window + 1)
+    elif window is not None:
+        lo = tl.maximum(lo, pos - window)
+        hi = tl.minimum(hi, pos + BLOCK_M + window)
+
+    m_i = tl.full([BLOCK_M], -1e20, dtype=tl.float32)
+    l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    qk_scale = sm_scale * 1.4426950408889634
+    middle = lo
+    if PEELS and bias_ptr is None and window is None:
+        # whole tiles that every query of the block sees need no mask
+        middle = lo + tl.maximum(end - lo, 0) // BLOCK_N * BLOCK_N
+        acc, l_i, m_i = _attend(
+            acc,
+            l_i,
+            m_i,
+            q,
+            k_ptr,
+            v_ptr,
+            None,
+            lo,
+            middle,
+            pos + offs_m,
+            mask_m,
+            window,
+            stride_kn,
+            stride_vn,
+            qk_scale,
+            IS_CAUSAL,
+            False,
+            D,
+            DV,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_DV,
+        )
+    acc, l_i, m_i = _attend(
+        acc,
+        l_i,
+        m_i,
+        q,
+        k_ptr,
+        v_ptr,
+        bias_ptrs,
+        middle,
+        hi,
+        pos + offs_m,
+        mask_m,
+        window,
+        stride_kn,
+        stride_vn,
+        qk_scale,
+        IS_CAUSAL,
+        True,
+        D,
+        DV,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_DV,
+    )
+
+    # a query that may attend to nothing gives zeros
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    H = tl.num_programs(1)
+    o_ptrs = o_ptr + ((pid_b * M + row) * H + pid_h) * DV + (offs_m * (H * DV) + offs_v)
+    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=mask_m & (offs_v < DV))
 
 
 def attention(
@@ -16,10 +224,46 @@ def attention(
     kv_range: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · sm_scale + bias, over the keys a query may attend to) v."""
-    return attention_ref(
-        q, k, v, sm_scale=sm_scale, is_causal=is_causal, window=window, kv_range=kv_range, bias=bias
+    """softmax(q kᵀ · sm_scale + bias, over the keys a query may attend to) v.
+
+    Args:
+        q: [B, H, M, D] float16|bfloat16|float32, any strides, D up to 256. Query m stands at key N - M + m.
+        k: [B, G, N, D], any strides, G dividing H: query head h reads head h // (H / G).
+        v: [B, G, N, Dv], any strides.
+        sm_scale: factor of the scores.
+        is_causal: a query sees no key after its own position.
+        window: causal: a query sees itself and the window - 1 keys before it; else the keys at most window away.
+        kv_range: [B, 2] int32, first and one past the last valid key; what lies outside is never read.
+        bias: [B or 1, H or 1, M or 1, N], float: added to the scores, -inf or finfo.min forbid; bool: allows.
+
+    Returns:
+        [B, M, H, Dv] in q.dtype, contiguous. A query that may attend to nothing gives zeros.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+
+    Numerics:
+        Scores, maximum, sum and accumulator in float32; weights are rounded to v.dtype for their product.
+
+    Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135
+    """
+    check_attention(q, k, v, window, kv_range, bias)
+    if not backend.runs_triton(q):
+        return attend_ref(q, k, v, sm_scale, is_causal, window, kv_range, bias)
+    (B, H, M, D), (G, N, DV) = q.shape, v.shape[1:]
+    o = q.new_empty((B, M, H, DV))
+    if o.numel() == 0:
+        return o
+    q, k, v, bias = unit_stride(q), unit_stride(k), unit_stride(v), as_bias(bias, (B, H, M, N))
+    kv_range = kv_range if kv_range is None else kv_range.contiguous()
+    config = choose(OP, _Key(q.dtype, min(128, triton.next_power_of_2(M)), D, DV))
+    bias_strides = (0, 0, 0) if bias is None else bias.stride()[:3]
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *bias_strides)
+    launched("attention")
+    _attention_kernel[(triton.cdiv(M, config["BLOCK_M"]), H, B)](
+        q, k, v, bias, kv_range, o, M, N, H // G, window, *strides, sm_scale, is_causal, D, DV, **config
     )
+    return o
 
 
 def attention_ref(
@@ -35,3 +279,51 @@ def attention_ref(
 ) -> Tensor:
     """The truth of `attention`."""
     return attend_ref(q, k, v, sm_scale, is_causal, window, kv_range, bias)
+
+
+def _default(key: _Key) -> Config:
+    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (key.D, key.Dv))
+    config = {"BLOCK_D": block_d, "BLOCK_DV": block_v, "num_warps": 4, "num_stages": 2}
+    if backend.kind() != "gpu":
+        return config | {"PEELS": False, "BLOCK_M": 16 if key.M <= 16 else 64, "BLOCK_N": 64}
+    wide = max(block_d, block_v)
+    if key.dtype == torch.float32 or key.M <= 64:
+        return config | {
+            "PEELS": True,
+            "BLOCK_M": min(64, max(16, key.M)),
+            "BLOCK_N": 32 if wide > 64 else 64,
+        }
+    # no spills at these tiles on sm_80 and sm_90; (128, 64) with 4 warps spills for D = 128
+    tile = (128, 128, 2) if wide <= 64 else (128, 64, 3 if wide <= 128 else 2)
+    return config | {
+        "PEELS": True,
+        "BLOCK_M": tile[0],
+        "BLOCK_N": tile[1],
+        "num_stages": tile[2],
+        "num_warps": 8,
+    }
+
+
+def _inputs(
+    B: int, H: int, G: int, M: int, N: int, D: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    q = torch.randn(B, H, M, D, dtype=dtype, device=device)
+    k, v = torch.randn(2, B, G, N, D, dtype=dtype, device=device)
+    return {"q": q, "k": k, "v": v, "sm_scale": D**-0.5, "is_causal": True}
+
+
+def _cost(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **options: Any) -> tuple[int, int]:
+    (B, H, M, D), (N, DV) = q.shape, v.shape[2:]
+    pairs = M * N - M * (M - 1) // 2 if is_causal else M * N
+    return nbytes(q, k, v) + B * H * M * DV * q.element_size(), 2 * B * H * pairs * (D + DV)
+
+
+_SPACE = tuple(
+    {"BLOCK_M": m, "BLOCK_N": n, "num_warps": w, "num_stages": s}
+    for m in (64, 128)
+    for n in (32, 64, 128)
+    for w in (4, 8)
+    for s in (2, 3, 4)
+)
+
+OP = Op("attention", attention, attention_ref, _SPACE, _default, _inputs, _cost)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trinfer.kernels.op import unit_stride
+
 # Triton reads this variable when @triton.jit decorates, so reading it once here always agrees with it
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -75,6 +77,36 @@ def dot(a, b, acc):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee", out_dtype=tl.float32)
+
+
+@triton.jit
+def load_tile(ptrs, mask_0, mask_1, USES_0: tl.constexpr, USES_1: tl.constexpr):
+    """A tile masked along the dimensions that may overrun; a GPU loads faster without a mask."""
+    if USES_0:
+        if USES_1:
+            x = tl.load(ptrs, mask=mask_0 & mask_1, other=0.0)
+        else:
+            x = tl.load(ptrs, mask=mask_0, other=0.0)
+    else:
+        if USES_1:
+            x = tl.load(ptrs, mask=mask_1, other=0.0)
+        else:
+            x = tl.load(ptrs)
+    return x
+
+
+@triton.jit
+def add_bias(s, keep, ptrs, mask):
+    """Scores in units of log2(e) plus a bias, and which of them remain allowed (see `bias_floor`)."""
+    bias = tl.load(ptrs, mask=mask, other=0)
+    if bias.dtype == tl.uint8:
+        keep = keep & (bias != 0)
+    else:
+        floor = -65504.0 if bias.dtype == tl.float16 else -1e30
+        bias = bias.to(tl.float32)
+        keep = keep & (bias > floor)
+        s += bias * 1.4426950408889634
+    return s, keep
 
 
 def activate_ref(x: Tensor, act: str) -> Tensor:
@@ -171,6 +203,46 @@ def linear_ref(x: Tensor, weight: Any, bias: Any, act: str, gated: bool, residua
     parts = [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
     y = activate_ref(parts[0], act) * parts[1] if gated else activate_ref(torch.cat(parts, -1), act)
     return y if residual is None else y + residual
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, kv_range: Tensor | None, bias: Tensor | None
+) -> None:
+    """Refuse attention arguments that do not fit together."""
+    (B, H, M, D), (_, G, N, _) = q.shape, k.shape
+    if k.shape != (B, G, N, D) or v.shape[:3] != (B, G, N) or H % max(1, G):
+        raise ValueError(
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} - "
+            "allowed: [B, H, M, D], [B, G, N, D], [B, G, N, Dv] with G dividing H - reshape them"
+        )
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype} - allowed: one dtype - convert them")
+    if max(D, v.shape[3]) > 256:
+        raise ValueError(f"heads have {D} and {v.shape[3]} entries - allowed: up to 256 - split the heads")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window={window} lets nothing be seen - allowed: 1 or more - pass None for no window"
+        )
+    if kv_range is not None and (kv_range.shape != (B, 2) or kv_range.dtype != torch.int32):
+        raise ValueError(
+            f"kv_range is {tuple(kv_range.shape)} {kv_range.dtype} - allowed: ({B}, 2) torch.int32, "
+            "first and one past the last valid key of each sequence - convert it"
+        )
+    if bias is not None:
+        fits = [n in ok for n, ok in zip(bias.shape, ((1, B), (1, H), (1, M), (N,)), strict=False)]
+        if bias.dim() != 4 or not all(fits):
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)} - allowed: [{B} or 1, {H} or 1, {M} or 1, {N}] for this "
+                "q and k - reshape it"
+            )
+
+
+def as_bias(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """The bias of attention with strides for [B, H, M, N] and a contiguous last dimension; bool as uint8."""
+    if bias is None:
+        return None
+    bias = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
+    return unit_stride(bias.expand(shape))
 
 
 def attend_ref(
