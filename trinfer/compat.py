@@ -39,7 +39,7 @@ def register_attention(attention: Callable[..., Any], mask: Callable[..., Any]) 
 
 def attention_implementation(model: nn.Module) -> str | None:
     """The attention that `model` uses now, or None if it is not a transformers model."""
-    return model.config._attn_implementation if isinstance(model, PreTrainedModel) else None
+    return model.config._attn_implementation or "eager" if isinstance(model, PreTrainedModel) else None
 
 
 def own_config(model: nn.Module) -> None:
@@ -108,12 +108,13 @@ def full_mask(**kwargs: Any) -> Tensor:
 def kv_shape(config: Any) -> tuple[int, int, int] | None:
     """Layers, key/value heads and head_dim that a decoder with this config caches; None without attention."""
     text = config.get_text_config(decoder=True)
-    num_heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(num_heads, int):
+    layers, num_heads, width = (
+        getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    if not (isinstance(layers, int) and isinstance(num_heads, int) and isinstance(width, int)):
         return None
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    return text.num_hidden_layers, num_kv_heads, head_dim
+    return layers, num_kv_heads, getattr(text, "head_dim", None) or width // num_heads
 
 
 def dtype_name(dtype: torch.dtype) -> str:

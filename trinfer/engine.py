@@ -4,11 +4,12 @@ import inspect
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import GenerationMixin
 
 from trinfer import backend, generation
 from trinfer.backend import Backend
@@ -43,7 +44,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> "Infe
     refuse_meta(model)
     limits = limits_of(model, options, where)
     with undone_on_failure(model, plan):
-        convert(model, options.dtype)
+        with rotary_frequencies_kept(model):
+            model.to(options.dtype)
         swap(model, plan)
         if not options.keep_module_on_host:
             model.to(where.device)
@@ -128,7 +130,8 @@ class InferenceEngine(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or convert the model."""
-        self.module.to(*args, **kwargs)
+        with rotary_frequencies_kept(self.module):
+            self.module.to(*args, **kwargs)
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -207,26 +210,30 @@ def refuse_meta(model: nn.Module) -> None:
 def limits_of(model: nn.Module, options: InferenceConfig, where: Backend) -> generation.Limits:
     """The limits of generation; refuses if not even one row of min_out_tokens fits into memory."""
     limits = generation.Limits(
-        options.max_out_tokens, options.min_out_tokens, own_cache=options.replace_with_kernel_inject
+        options.max_out_tokens,
+        options.min_out_tokens,
+        own_cache=options.replace_with_kernel_inject,
+        waits_for=where.device.type if options.keep_module_on_host else "",
     )
-    shape = kv_shape(model.config) if hasattr(model, "generate") and hasattr(model, "config") else None
+    shape = kv_shape(model.config) if isinstance(model, GenerationMixin) else None
     if shape is not None:
         per_token = bytes_per_token(1, shape, options.dtype.itemsize)
         generation.tokens_that_fit(limits, 1, per_token, backend.free_bytes(where.device))
     return limits
 
 
-def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert parameters and buffers, but not rotary frequencies: in 16 bits they misplace far tokens."""
+@contextmanager
+def rotary_frequencies_kept(model: nn.Module) -> Iterator[None]:
+    """Keep the dtype of rotary frequencies through a conversion: in 16 bits they misplace far tokens."""
     frequencies = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name.endswith("inv_freq")
     ]
-    model.to(dtype)
+    yield
     for module, name, buffer in frequencies:
-        module._buffers[name] = buffer
+        module._buffers[name] = buffer.to(module._buffers[name].device)  # type: ignore[union-attr]
 
 
 def swap(model: nn.Module, plan: Plan) -> None:
@@ -241,13 +248,17 @@ def swap(model: nn.Module, plan: Plan) -> None:
 @contextmanager
 def undone_on_failure(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Take everything back if the block raises; the error says what cannot come back."""
-    try:
-        yield
-    except BaseException as failure:
+
+    def take_back(kind: Any, failure: BaseException | None, trace: Any) -> None:
+        if failure is None:
+            return
         _undo(model, plan)
         if _converts(plan):
             failure.add_note(f"the model was taken back to its own code; its dtype stays, {CONVERTED}")
-        raise
+
+    with ExitStack() as stack:
+        stack.push(take_back)
+        yield
 
 
 def _undo(model: nn.Module, plan: Plan) -> None:

@@ -34,11 +34,16 @@ CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True)
 class Limits:
-    """Tokens a call may reach, whether the cache is trinfer's own, and whether a shrunk limit was told of."""
+    """Tokens a call may reach, and whether the cache is trinfer's own.
+
+    `waits_for` is the device type that a model kept on the host must be moved to first; `has_warned` says
+    that the caller was told of a smaller limit.
+    """
 
     max_out_tokens: int
     min_out_tokens: int
     own_cache: bool
+    waits_for: str = ""
     has_warned: bool = False
 
 
@@ -46,6 +51,8 @@ class Limited:
     """Mixed into the class of any model: refuses a forward whose tokens would pass the limit."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._trinfer_limits.waits_for:
+            refuse_on_host(self, self._trinfer_limits.waits_for)
         given = dict(zip(self._trinfer_arguments, args, strict=False)) | kwargs
         cache = cache_argument(given)
         held = 0 if cache is None else int(cache.get_seq_length())
@@ -153,6 +160,16 @@ def detach(model: nn.Module) -> None:
     if isinstance(model, Limited):
         del model._trinfer_limits
         model.__class__ = type(model)._trinfer_original  # type: ignore[attr-defined]
+
+
+def refuse_on_host(model: nn.Module, device_type: str) -> None:
+    """Refuse a forward of a model that keep_module_on_host left in host memory."""
+    where = next((parameter.device.type for parameter in model.parameters()), device_type)
+    if where != device_type:
+        raise RuntimeError(
+            f"the parameters are on {where} because of keep_module_on_host=True; call "
+            f"engine.to({device_type!r}) first"
+        )
 
 
 def check_length(prompt: int, new: int, limit: int) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from trinfer.architectures import ARCHITECTURES, Arch
 from trinfer.backend import Backend
-from trinfer.compat import attention_implementation, dtype_name
+from trinfer.compat import ATTENTION_NAME, attention_implementation, dtype_name
 from trinfer.config import InferenceConfig
 from trinfer.rewrite import match
 from trinfer.rewrite.plan import Kept, Plan, Step
@@ -27,6 +27,10 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
     swaps, kept = find_swaps(model, arch)
     if not swaps:
         raise ValueError(_nothing_found(model, kept))
+    attention = attention_implementation(model) if arch else None
+    if attention is not None:
+        why = "attention and mask function are registered under this name"
+        steps.append(Step("", f"{attention} attention", f"{ATTENTION_NAME} attention", why))
     return Plan(
         "kernel injection",
         type(model).__name__,
@@ -34,7 +38,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
         (*steps, *swaps),
         tuple(kept),
         "model.forward, with the kernels below in it; what is listed as kept runs in torch between them",
-        attention=attention_implementation(model) if arch else None,
+        attention=attention,
         training=training,
     )
 
