@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An output in which an element that no kernel wrote is seen: nan, or 0x55 in every byte of an integer."""
+    """An output that shows what no kernel wrote: nan, or 0x55 in every byte of an integer."""
     x = torch.empty(shape, dtype=dtype)
     if dtype.is_floating_point and dtype.itemsize > 1:
         return x.fill_(float("nan"))

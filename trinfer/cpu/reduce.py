@@ -148,6 +148,9 @@ def _prefetches(nest: Nest, axis: int, block: str) -> tuple[str, ...]:
         rows = [i for i in index if i not in ("0", f"i{axis}")]
         if size > 2 or len(rows) != 1 or index.count(f"i{axis}") != 1 or not rows[0].startswith("i"):
             continue
+        if nest.emitter.affine.poly(op.operands[0], index) is None:
+            # rows at addresses out of memory: those of later rows may lie behind its end
+            continue
         ahead = max(1, 2048 // (size * nest.shape[axis]))
         later = f"({rows[0]} + {ahead})"
         nest.levels[later] = nest.levels[rows[0]]
