@@ -13,6 +13,7 @@ from triton.backends.compiler import BaseBackend, GPUTarget
 
 from trinfer.cpu import libdevice
 from trinfer.cpu.build import build, compile_listeners, version
+from trinfer.cpu.check import is_checking
 from trinfer.cpu.emit import to_c
 from trinfer.cpu.ttir import parse
 
@@ -82,8 +83,11 @@ def _deep_expressions() -> Iterator[None]:
 
 def _to_c(module: Any, metadata: dict[str, Any]) -> str:
     function = parse(str(module))
+    with _deep_expressions():
+        source, outputs = to_c(function, is_checking())
     metadata.update(
         name=function.name,
+        outputs=outputs,
         shared=0,
         tmem_size=None,
         global_scratch_size=0,
@@ -91,8 +95,7 @@ def _to_c(module: Any, metadata: dict[str, Any]) -> str:
         profile_scratch_size=0,
         profile_scratch_align=1,
     )
-    with _deep_expressions():
-        return to_c(function)
+    return source
 
 
 def _to_so(source: str, metadata: dict[str, Any]) -> bytes:
@@ -111,7 +114,7 @@ class CPUBackend(BaseBackend):
         return target.backend == "cpu"
 
     def hash(self) -> str:
-        return f"cpu-{version()}"
+        return f"cpu-{'checked-' if is_checking() else ''}{version()}"
 
     def parse_options(self, options: dict[str, Any]) -> CPUOptions:
         known = CPUOptions.__dataclass_fields__

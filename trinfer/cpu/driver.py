@@ -16,6 +16,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.cache import get_cache_manager
 
 from trinfer.cpu.build import build, version
+from trinfer.cpu.check import check_library, checked_launch, is_checking
 
 _FORMATS = {
     "i1": "i", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
@@ -66,6 +67,8 @@ class Launcher:
         codes = ["P" if pointer else _FORMATS[kinds[i]] for i, pointer in self.kept]
         self.pack = struct.Struct("@iii" + "".join(codes)).pack
         self.launch = runtime().launch
+        self.metadata = metadata
+        self.is_checked = is_checking()
 
     def __call__(
         self, grid0: int, grid1: int, grid2: int, stream: int, function: int, packed: Any, metadata: Any,
@@ -77,7 +80,11 @@ class Launcher:
         values = _flat(args) if self.has_tuples else args
         fields = [_address(values[i]) if pointer else values[i] for i, pointer in self.kept]
         programs = grid0 * grid1 * grid2
-        if programs > 0:
+        if programs > 0 and self.is_checked:
+            packed_args = self.pack(grid0, grid1, grid2, *fields)
+            pointers = [values[i] if pointer else None for i, pointer in self.kept]
+            checked_launch(self.launch, function, self.metadata, packed_args, programs, pointers)
+        elif programs > 0:
             self.launch(function, self.pack(grid0, grid1, grid2, *fields), programs, torch.get_num_threads())
         if exit_hook is not None:
             exit_hook(metadata)
@@ -97,6 +104,8 @@ class Utils:
         self, name: str, binary: bytes, shared: int, device: Any
     ) -> tuple[Any, int, int, int, int]:
         """(library, address of its `programs`, registers, spills, most threads)"""
+        if is_checking():
+            check_library()
         handle, path = tempfile.mkstemp(suffix=".so")
         try:
             with os.fdopen(handle, "wb") as file:

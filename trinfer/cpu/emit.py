@@ -8,6 +8,7 @@ from trinfer.cpu.affine import Affine
 from trinfer.cpu.nest import Nest, Read, unit_stride_axis
 from trinfer.cpu.plan import Plan, make_plan
 from trinfer.cpu.scalar import c_type, expression, from_memory, is_elementwise, literal, tile_type
+from trinfer.cpu.sites import Checks
 from trinfer.cpu.tile import Advanced, Array
 from trinfer.cpu.ttir import Block, Function, Op, Value
 
@@ -34,9 +35,10 @@ class UnsupportedOpError(NotImplementedError):
 class Emitter:
     """The state of writing one kernel."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, checked: bool) -> None:
         self.function = function
-        self.plan: Plan = make_plan(function)
+        self.checks = Checks(function) if checked else None
+        self.plan: Plan = make_plan(function, checked)
         self.lines: list[str] = []
         self.indent = 1
         # a variable must not hide a C function that the kernel calls
@@ -96,9 +98,17 @@ class Emitter:
             return literal(value.op)
         return self.scalars[value]
 
-    def access(self, op: Op, pointer: Value, text: str) -> str:
-        """The C lvalue behind a pointer; the one place that reads or writes memory through one."""
-        return f"*{text}"
+    def read(self, op: Op, text: str) -> str:
+        """The C expression of what a pointer points to."""
+        return f"T_READ({self.checks.site(op)}, {text})" if self.checks else f"*{text}"
+
+    def write(self, op: Op, text: str, value: str) -> str:
+        """The C statement that stores through a pointer."""
+        return f"T_WRITE({self.checks.site(op)}, {text}, {value});" if self.checks else f"*{text} = {value};"
+
+    def atom(self, op: Op, text: str) -> str:
+        """The C pointer of an atomic update."""
+        return self.checks.atom(op, text) if self.checks else text
 
     def own(self, value: Value, array: str, op: Op) -> None:
         """Record the array that an op has filled with its result."""
@@ -196,7 +206,7 @@ class Emitter:
         args = [self.scalar(x) for x in op.operands]
         elem = result.type.elem
         if op.name == "tt.load":
-            text: str | None = from_memory(elem, self.access(op, op.operands[0], args[0]))
+            text: str | None = from_memory(elem, self.read(op, args[0]))
             if len(args) > 1:
                 text = f"{args[1]} ? {text} : {args[2] if len(args) > 2 else '0'}"
         else:
@@ -245,24 +255,29 @@ RULES: dict[str, Callable[[Emitter, Op], None]] = {
 }
 
 
-def to_c(function: Function) -> str:
-    """The C source of a kernel: `programs(args, begin, end)` runs programs begin..end-1 of its grid."""
-    emitter = Emitter(function)
+def to_c(function: Function, checked: bool = False) -> tuple[str, list[tuple[int, str, str]]]:
+    """The C source of a kernel: `programs(args, begin, end)` runs programs begin..end-1 of its grid.
+
+    `checked`: every access goes through the sanitizer (check.py); the second result are the outputs that it watches.
+    """
+    emitter = Emitter(function, checked)
     fields = ["int32_t grid0, grid1, grid2;"]
     for arg in function.args:
         name = emitter.scalars[arg] = emitter.fresh(arg.name)
         fields.append(f"{c_type(arg.type.elem)} {name};")
     control.branches(emitter, function.blocks)
+    checks = emitter.checks
     names = [emitter.scalars[arg] for arg in function.args]
     signature = [f"{c_type(a.type.elem)} {n}" for a, n in zip(function.args, names, strict=True)]
     grid = "int32_t pid0, int32_t pid1, int32_t pid2, int32_t grid0, int32_t grid1, int32_t grid2"
     call = ["i % a->grid0", "i / a->grid0 % a->grid1", "i / ((int64_t)a->grid0 * a->grid1)"]
     call += [f"a->{n}" for n in ("grid0", "grid1", "grid2", *names)]
-    return "\n".join(
+    text = "\n".join(
         [
             f"/* {function.name}, {function.line} */",
             '#include "prelude.h"',
             "",
+            *(['#include "check.h"', "", *checks.table()] if checks else []),
             f"static void kernel({', '.join([grid, *signature])})",
             "{",
             *emitter.lines,
@@ -273,10 +288,13 @@ def to_c(function: Function) -> str:
             "void programs(const struct args* a, int64_t begin, int64_t end)",
             "{",
             *(["  t_tiles_begin();"] if emitter.uses_tiles else []),
-            "  for (int64_t i = begin; i < end; i++)",
+            "  for (int64_t i = begin; i < end; i++) {",
+            *(["    t_check_program(i);"] if checks else []),
             f"    kernel({', '.join(call)});",
+            "  }",
             *(["  t_tiles_end();"] if emitter.uses_tiles else []),
             "}",
             "",
         ]
     )
+    return text, checks.outputs() if checks else []

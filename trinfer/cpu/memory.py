@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trinfer.cpu.affine import coefficient
 from trinfer.cpu.nest import Nest
 from trinfer.cpu.scalar import UNSIGNED, c_type, to_memory
-from trinfer.cpu.ttir import Op
+from trinfer.cpu.ttir import Op, Value
 
 if TYPE_CHECKING:
     from trinfer.cpu.emit import Emitter
@@ -31,14 +31,14 @@ def _store(emitter: Emitter, op: Op) -> None:
     elem = pointer.type.pointee
     if pointer.type.shape is None:
         guard = f"if ({emitter.scalar(mask)}) " if mask is not None else ""
-        place = emitter.access(op, pointer, emitter.scalar(pointer))
-        emitter.line(f"{guard}{place} = {to_memory(elem, emitter.scalar(value))};")
+        text = to_memory(elem, emitter.scalar(value))
+        emitter.line(guard + emitter.write(op, emitter.scalar(pointer), text))
         return
 
     def body(nest: Nest) -> None:
         guard = nest.guard(mask)
-        place = emitter.access(op, pointer, nest.value(pointer))
-        nest.statement(f"{f'if ({guard}) ' if guard else ''}{place} = {nest.stored(value)};")
+        write = emitter.write(op, nest.value(pointer), nest.stored(value))
+        nest.statement(f"if ({guard}) {write}" if guard else write)
 
     Nest(emitter, pointer.type.shape, _contiguous_axis(emitter, op)).run(body)
 
@@ -56,12 +56,12 @@ def _atomic_cas(emitter: Emitter, op: Op) -> None:
     _atomic(emitter, op, f"t_atomic_cas_{op.operands[0].type.pointee}", op.operands[1:], None)
 
 
-def _atomic(emitter: Emitter, op: Op, function: str, values: list, mask: object) -> None:
+def _atomic(emitter: Emitter, op: Op, function: str, values: list[Value], mask: Value | None) -> None:
     """One call per element, in order; the old values are kept if anything reads them."""
     pointer, result = op.operands[0], op.results[0]
     shape = pointer.type.shape
     if shape is None:
-        args = ", ".join(emitter.scalar(x) for x in (pointer, *values))
+        args = ", ".join([emitter.atom(op, emitter.scalar(pointer)), *(emitter.scalar(x) for x in values)])
         name = emitter.scalars[result] = emitter.fresh(result.name)
         guard = f"{emitter.scalar(mask)} ? " if mask is not None else ""
         emitter.line(
@@ -73,7 +73,8 @@ def _atomic(emitter: Emitter, op: Op, function: str, values: list, mask: object)
     def body(nest: Nest) -> None:
         nest.simd = False
         guard = nest.guard(mask)
-        call = f"{function}({', '.join(nest.value(x) for x in (pointer, *values))})"
+        args = [emitter.atom(op, nest.value(pointer)), *(nest.value(x) for x in values)]
+        call = f"{function}({', '.join(args)})"
         keep = f"{array}[{nest.linear(shape, nest.index)}] = " if array else ""
         old = to_memory(result.type.elem, call) if array else call
         nest.statement(f"{f'if ({guard}) ' if guard else ''}{keep}{old};")

@@ -286,7 +286,7 @@ class Nest:
         for condition in conditions:
             names = [n for m in condition.poly for n in m] if condition.terms is not None else []
             level = max(level, self.level_of((), names))
-        place = self.emitter.access(op, op.operands[0], pointer)
+        place = self.emitter.read(op, pointer)
         text = place if raw else from_memory(kind.elem, place)
         if not all(self._holds(c) for c in conditions):
             assert mask is not None

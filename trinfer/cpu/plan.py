@@ -25,6 +25,7 @@ class Plan:
     cheap: set[Value] = field(default_factory=set)
     sinks: dict[Value, list[Op]] = field(default_factory=dict)
     addressing: set[Value] = field(default_factory=set)
+    eager_loads: bool = False
 
     def is_dead_after(self, value: Value, op: Op) -> bool:
         """True if no op behind `op` (of the same block) reads the tile `value`, directly or through lazy values."""
@@ -32,9 +33,9 @@ class Plan:
         return bool(sinks) and all(s.block is op.block and s.index <= op.index for s in sinks)
 
 
-def make_plan(function: Function) -> Plan:
-    """Decide every tile value of a kernel."""
-    plan = Plan()
+def make_plan(function: Function, checked: bool) -> Plan:
+    """Decide every tile value of a kernel; in a checked one every load is done where it stands, in all its lanes."""
+    plan = Plan(eager_loads=checked)
     order = [op for block in function.blocks for op in _code(block)]
     for op in order:
         if op.name == "scf.for":
@@ -118,8 +119,10 @@ def _decide(plan: Plan, value: Value, op: Op) -> None:
     if len(sinks) != 1 or sinks[0].block is not op.block or _is_repeated(value):
         return
     assert op.block is not None
-    if op.name == "tt.load" and any(_writes(q) for q in op.block.ops[op.index + 1 : sinks[0].index]):
-        return
+    if op.name == "tt.load":
+        between = op.block.ops[op.index + 1 : sinks[0].index]
+        if plan.eager_loads or any(_writes(q) for q in between):
+            return
     plan.lazy.add(value)
 
 
