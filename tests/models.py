@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 import trinfer
+from trinfer import backend
 
 VOCABULARY = 99
+DEVICE = backend.default_device()
 
 _SMALL = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2}
 _ENCODER = {"hidden_size": 48, "intermediate_size": 100, "num_attention_heads": 3, "num_hidden_layers": 2}
@@ -133,6 +135,7 @@ def make(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     made = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **(config | overrides))
     model = getattr(transformers, f"AutoModelFor{kind}").from_config(made).eval()
     shake(model)
+    model.to(DEVICE)
     if model.can_generate():
         model.generation_config.pad_token_id = 0
         # random models end at random; the tests of eos set it
@@ -167,11 +170,12 @@ def engine_of(
 
 def token_ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
     """Random ids that are no special token of the zoo."""
-    return torch.randint(4, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCABULARY, (rows, tokens), generator=generator).to(DEVICE)
 
 
 def left_padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Random rows of `lengths`, padded on the left with 0, and their mask."""
     longest = max(lengths)
-    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
+    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths], device=DEVICE)
     return token_ids(len(lengths), longest) * mask, mask

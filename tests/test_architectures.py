@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import trinfer
-from tests.models import ZOO, engine_of, left_padded, make, reference, token_ids
+from tests.models import DEVICE, ZOO, engine_of, left_padded, make, reference, token_ids
 from tests.reports import REPORTS, models
 from trinfer import ARCHITECTURES, Arch
 
@@ -43,7 +43,12 @@ def test_logits_match_transformers(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", WITH_ROW)
 def test_every_part_of_a_layer_is_swapped(name: str) -> None:
     plan = trinfer.make_plan(make(name), dtype="fp32", replace_with_kernel_inject=True)
-    assert {entry.was for entry in plan.kept} <= {"LlamaDecoderLayer", "LlamaRotaryEmbedding", "BertLayer"}
+    assert {entry.was for entry in plan.kept} <= {
+        "LlamaDecoderLayer",
+        "LlamaRotaryEmbedding",
+        "BertEmbeddings",
+        "BertLayer",
+    }
     assert plan.architecture == ZOO[name][0]
 
 
@@ -80,8 +85,8 @@ def test_u001_masks_of_every_type_mean_the_same(name: str) -> None:
     expected = reference(model)
     engine = engine_of(model)
     ids = token_ids(1, 6)
-    padded = torch.cat([ids, torch.zeros(1, 10, dtype=torch.long)], -1)
-    mask = torch.tensor([[1] * 6 + [0] * 10])
+    padded = torch.cat([ids, ids.new_zeros(1, 10)], -1)
+    mask = torch.tensor([[1] * 6 + [0] * 10], device=DEVICE)
     alone = expected(ids).logits
     for dtype in (torch.bool, torch.int64, torch.int32, torch.float32):
         assert_same_logits(engine(padded, attention_mask=mask.to(dtype)).logits[:, :6], alone)
@@ -93,7 +98,7 @@ def test_u001_masks_of_every_type_mean_the_same(name: str) -> None:
 def test_u005_blanked_row_is_finite_and_changes_no_other(name: str) -> None:
     engine = engine_of(make(name))
     ids = token_ids(2, 8)
-    causal = torch.ones(8, 8, dtype=torch.bool).tril().expand(2, 1, 8, 8)
+    causal = torch.ones(8, 8, dtype=torch.bool, device=DEVICE).tril().expand(2, 1, 8, 8)
     blanked = causal.clone()
     blanked[0, :, 5] = False
     open_row, blank_row = (engine(ids, attention_mask=mask).logits for mask in (causal, blanked))
@@ -153,7 +158,7 @@ def test_u070_attention_and_mask_function_go_together(name: str) -> None:
 
 
 def holes() -> Tensor:
-    mask = torch.ones(2, 10, dtype=torch.long)
+    mask = torch.ones(2, 10, dtype=torch.long, device=DEVICE)
     mask[0, 3:5] = 0
     mask[1, :2] = 0
     mask[1, 7] = 0
@@ -179,7 +184,8 @@ def test_four_dimensional_masks(name: str) -> None:
     engine = engine_of(model)
     ids = token_ids(2, 10)
     allowed = (torch.rand(2, 1, 10, 10) < 0.5) | torch.eye(10, dtype=torch.bool)
-    additive = torch.zeros(2, 1, 10, 10).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    allowed = allowed.to(DEVICE)
+    additive = torch.zeros(allowed.shape, device=DEVICE).masked_fill(~allowed, torch.finfo(torch.float32).min)
     truth = expected(ids, attention_mask=additive).logits
     for mask in (additive, allowed, allowed.int()):
         assert_same_logits(engine(ids, attention_mask=mask).logits, truth)
@@ -190,7 +196,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     expected = reference(model)
     engine = engine_of(model)
     ids = token_ids(1, 9)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=DEVICE)
     options = {"position_ids": positions, "use_cache": False}
     assert_same_logits(engine(ids, **options).logits, expected(ids, **options).logits)
     assert_same_logits(engine(ids, **options).logits[:, 4:], expected(ids[:, 4:]).logits)

@@ -278,8 +278,9 @@ def test_a_second_engine_on_the_same_model_is_refused() -> None:
 
 
 def test_meta_models_are_refused_by_name() -> None:
+    real = make("llama")
     with torch.device("meta"):
-        model = type(make("llama"))(make("llama").config)
+        model = type(real)(real.config)
     with pytest.raises(ValueError, match=r"meta device: model.embed_tokens.weight, .* and \d+ more"):
         engine_of(model)
 

@@ -124,7 +124,7 @@ def test_u037_every_step_equals_a_recompute_without_cache(name: str) -> None:
     ids, mask = left_padded([4, 3])
     options = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 66}
     out = generate(engine, ids, attention_mask=mask, **options)
-    mask = torch.cat([mask, torch.ones(2, 66, dtype=torch.long)], -1)
+    mask = torch.cat([mask, mask.new_ones(2, 66)], -1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         whole = expected(out.sequences, attention_mask=mask, position_ids=positions, use_cache=False).logits
@@ -273,6 +273,14 @@ def test_scores_and_streamer() -> None:
     assert [len(part.flatten()) for part in streamer.parts] == [5] + [1] * 8
     assert streamer.ends == 1
     assert torch.equal(torch.cat([part.flatten() for part in streamer.parts]), tokens[0])
+
+
+def test_attentions_on_request() -> None:
+    engine, expected = pair()
+    options = {"return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 3}
+    ours, theirs = (generate(m, token_ids(1, 5), **options) for m in (engine, expected))
+    for mine, truth in zip(ours.attentions, theirs.attentions, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, truth, strict=True))
 
 
 def test_rows_end_at_eos_and_are_padded() -> None:

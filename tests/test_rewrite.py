@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import trinfer
-from tests.models import ZOO, engine_of, left_padded, make, reference, token_ids
+from tests.models import DEVICE, ZOO, engine_of, left_padded, make, reference, token_ids
 from trinfer import backend
 from trinfer.rewrite.apply import FORWARDS, apply, undo
 from trinfer.rewrite.plan import collapse
@@ -173,7 +173,7 @@ def test_plan_prints_paths_changes_and_reasons() -> None:
         "model.layers.{0..1}.mlp",
     ):
         assert part in text
-    for column in ("path", "was", "becomes", "why", "kept", "decode step: "):
+    for column in ("path", "was", "becomes", "why", "kept", "step: "):
         assert column in text
     assert "cos and sin are made once per forward, in torch" in text
     page = plan._repr_html_()
@@ -249,7 +249,7 @@ def test_u059_nothing_to_swap_raises_and_says_what_was_looked_for() -> None:
 @pytest.mark.parametrize("name", ["net", "t5", "renamed"])
 def test_u059_partly_known_models_are_swapped_and_the_rest_has_reasons(name: str) -> None:
     model = {
-        "net": lambda: Net(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))).eval(),
+        "net": lambda: Net(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))).eval().to(DEVICE),
         "t5": lambda: make("t5"),
         "renamed": lambda: RenamedLlama(make("llama").config).eval(),
     }[name]()
@@ -257,7 +257,7 @@ def test_u059_partly_known_models_are_swapped_and_the_rest_has_reasons(name: str
     assert plan.swapped
     assert all(entry.why for entry in plan.kept)
     if name == "net":
-        x = torch.randn(3, 6)
+        x = torch.randn(3, 6, device=DEVICE)
         truth = model(x).detach()
         assert torch.allclose(engine_of(model)(x), truth, atol=1e-5)
         assert why_kept(plan, "child.1") == "no kernel for this class"

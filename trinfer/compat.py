@@ -5,13 +5,14 @@ forwards, outputs and generate; the old name still works there until 5.40, the n
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import sdpa_mask
 
@@ -20,9 +21,11 @@ from transformers.masking_utils import sdpa_mask
 ATTENTION_NAME = "trinfer"
 
 
-def cache_key(model: nn.Module) -> str:
-    """The keyword under which this model's forward takes its cache."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+@functools.cache
+def cache_key() -> str:
+    """The keyword under which forwards take and return their cache."""
+    names = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def cache_argument(kwargs: dict[str, Any]) -> Cache | None:

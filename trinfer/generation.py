@@ -93,7 +93,7 @@ class Generating(Limited):
     ) -> Any:
         if takes_own_cache(self, generation_config, model_kwargs):
             cache = KVCache(generation_config._trinfer_limit, expected=max_cache_length + 1)
-            model_kwargs[cache_key(self)] = cache
+            model_kwargs[cache_key()] = cache
             return None
         parent: Any = super()
         return parent._prepare_cache_for_generation(
@@ -228,7 +228,7 @@ def takes_own_cache(model: Any, config: GenerationConfig, model_kwargs: dict[str
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or CACHED_KINDS
     return (
         model._trinfer_limits.own_cache
-        and model_kwargs.get(cache_key(model)) is None
+        and model_kwargs.get(cache_key()) is None
         and config.use_cache is not False
         and config.cache_implementation in (None, "dynamic")
         # an assistant is called again and again with the cache of its first, short call
@@ -244,7 +244,7 @@ def is_lean(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) 
     used = {name for name, value in model_kwargs.items() if value is not None}
     positions = model_kwargs.get("position_ids")
     return (
-        isinstance(model_kwargs.get(cache_key(model)), KVCache)
+        isinstance(model_kwargs.get(cache_key()), KVCache)
         and not config.do_sample
         and not (config.output_attentions or config.output_hidden_states)
         and not getattr(config, "is_assistant", False)
@@ -310,7 +310,7 @@ class _Step:
     """The forward of one token per row, with positions and padding mask carried from step to step."""
 
     def __init__(self, model: Any, model_kwargs: dict[str, Any], input_ids: Tensor) -> None:
-        self.model, self.key = model, cache_key(model)
+        self.model, self.key = model, cache_key()
         self.cache = model_kwargs[self.key]
         self.mask: Tensor | None = model_kwargs.get("attention_mask")
         self.positions: Tensor | None = None

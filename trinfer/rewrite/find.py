@@ -48,6 +48,7 @@ def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Ke
     swaps: dict[str, Step] = {}
     kept: dict[str, Kept] = {}
     covered: set[str] = set()
+    roles = _roles(model, arch) if arch else {}
     for path, module, reader, why in _named_by_row(model, arch):
         refusal = match.obstacle(module) or match.bypassed(module, reader.bypasses)
         found = refusal or reader(module)
@@ -62,7 +63,7 @@ def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Ke
     for path, module in model.named_modules():
         if path in covered or path in swaps:
             continue
-        entry = _plain(path, module, arch)
+        entry = _plain(path, module, roles.get(path, ""))
         if isinstance(entry, Step):
             swaps[path] = entry
             kept.pop(path, None)
@@ -77,19 +78,18 @@ def _named_by_row(model: nn.Module, arch: Arch | None) -> Iterator[tuple[str, nn
         return
     root = _backbone(model, arch)
     why = f"row {arch.model_type}"
-    layers = list(_children(model, _join(root, arch.layers)))
-    for layer in layers:
+    for layer in _children(model, _join(root, arch.layers)):
         for name, reader in match.readers(arch):
             path = f"{layer}.{name}"
             module = _find(model, path)
             if module is not None:
-                yield path, module, reader, f"{why}: {name} of a layer"
+                yield path, module, reader, f"{why}: {reader.role}"
     final = _join(root, arch.final_norm)
     if arch.final_norm and arch.norms and (module := _find(model, final)) is not None:
         yield final, module, match.norm_reader(arch), f"{why}: final norm"
 
 
-def _plain(path: str, module: nn.Module, arch: Arch | None) -> Step | Kept | None:
+def _plain(path: str, module: nn.Module, role: str) -> Step | Kept | None:
     """A swap of one torch module by its exact class; None for containers and what computes nothing here."""
     found = match.plain(module)
     if found is None:
@@ -99,28 +99,60 @@ def _plain(path: str, module: nn.Module, arch: Arch | None) -> Step | Kept | Non
     if refusal:
         return Kept(path, type(module).__name__, refusal)
     assert not isinstance(found, str)
-    return Step(path, type(module).__name__, found.text, found.why, found.forward, found.record)
+    return Step(path, type(module).__name__, found.text, role or found.why, found.forward, found.record)
+
+
+def _roles(model: nn.Module, arch: Arch) -> dict[str, str]:
+    """What the row says of single modules outside the layers, by path."""
+    root = _backbone(model, arch)
+    named = {
+        "token embedding": arch.embedding,
+        "position embedding": arch.positions,
+        "token type embedding": arch.token_types,
+        "embedding norm": arch.embedding_norm,
+    }
+    paths = {_join(root, path): role for role, path in named.items() if path} | {arch.head: "head"}
+    return {path: f"row {arch.model_type}: {role}" for path, role in paths.items()}
 
 
 def _left_to_the_model(model: nn.Module, arch: Arch | None) -> Iterator[tuple[str, str, str]]:
+    """(path, class, why) of modules that keep a forward of torch ops around the kernels."""
+    apart = "attention and whole MLPs stay the model's own code"
     if arch is None:
         rows = ", ".join(sorted(ARCHITECTURES))
         what = f"no row for model_type {_model_type(model)!r} in ARCHITECTURES ({rows})"
-        yield "", type(model).__name__, f"{what}: attention and whole MLPs stay the model's own code"
+        yield "", type(model).__name__, f"{what}: {apart}"
         return
     root = _backbone(model, arch)
-    if arch.rotary_table and (table := _find(model, _join(root, arch.rotary_table))) is not None:
-        why = "cos and sin are made once per forward, in torch; the rotation is a kernel"
-        yield _join(root, arch.rotary_table), type(table).__name__, why
+    tables = _join(root, arch.embedding.rpartition(".")[0])
+    whys = {}
+    if arch.rotary_table:
+        whys[_join(root, arch.rotary_table)] = "cos and sin are made once per forward, in torch"
+    if arch.positions:
+        whys[tables] = "adds its tables in torch"
     layers = list(_children(model, _join(root, arch.layers)))
-    if not layers:
-        what = f"row {arch.model_type} looks for layers at {_join(root, arch.layers)!r} and finds none"
-        yield "", type(model).__name__, f"{what}: attention and whole MLPs stay the model's own code"
     for layer in layers:
-        missing = [name for name, _ in match.readers(arch) if _find(model, f"{layer}.{name}") is None]
-        lacks = f"has no {', '.join(missing)}, which row {arch.model_type} names; " if missing else ""
-        why = "adds the residuals" if arch.residual == "pre" else "hands hidden states from part to part"
-        yield layer, type(model.get_submodule(layer)).__name__, f"{lacks}{why} in torch"
+        whys[layer] = _around_the_parts(model.get_submodule(layer), arch)
+    if not layers:
+        whys[""] = f"row {arch.model_type} looks for layers at {_join(root, arch.layers)!r}: {apart}"
+    for path, why in whys.items():
+        module = _find(model, path)
+        if module is not None:
+            yield path, type(module).__name__, why
+
+
+def _around_the_parts(layer: nn.Module, arch: Arch) -> str:
+    """What a layer itself does, and where it differs from its row."""
+    names = [name for name, _ in match.readers(arch)]
+    missing = [name for name in names if _find(layer, name) is None]
+    named = {name.split(".")[0] for name in names}
+    children = [name for name, child in layer.named_children() if match.computes(child)]
+    strange = [name for name in children if name not in named]
+    differs = f"has no {', '.join(missing)}; " if missing else ""
+    if strange:
+        differs += f"has {', '.join(strange)}, which the row does not name, swapped module by module; "
+    glue = "adds the residuals" if arch.residual == "pre" else "hands hidden states from part to part"
+    return f"{differs}{glue} in torch"
 
 
 def _whole_model(
@@ -130,7 +162,9 @@ def _whole_model(
     dtypes = {t.dtype for t in model.parameters() if t.is_floating_point()} - {config.dtype}
     if dtypes:
         was = ", ".join(sorted(map(dtype_name, dtypes)))
-        yield Step("", was, dtype_name(config.dtype), "dtype; all floating point parameters and buffers")
+        yield Step(
+            "", was, dtype_name(config.dtype), "dtype; all parameters and buffers but rotary frequencies"
+        )
     devices = {t.device for t in tensors if t.device.type != "meta"} - {backend.device}
     if config.keep_module_on_host:
         where = "met by definition on a CPU" if backend.device.type == "cpu" else "until engine.to(device)"

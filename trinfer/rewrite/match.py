@@ -48,6 +48,7 @@ class Reader:
 
     read: Callable[[Any, Arch], Found | str]
     arch: Arch
+    role: str
     bypasses: bool = True
 
     def __call__(self, module: nn.Module) -> Found | str:
@@ -57,16 +58,17 @@ class Reader:
 def readers(arch: Arch) -> Iterator[tuple[str, Reader]]:
     """(path from a layer, reader) of every part that the row names."""
     yield from ((name, norm_reader(arch)) for name in arch.norms)
-    yield arch.attention, Reader(_attention, arch)
+    yield arch.attention, Reader(_attention, arch, "attention")
     if arch.mlp:
-        yield arch.mlp, Reader(_mlp, arch)
-    yield from ((name, Reader(_dense_act, arch)) for name in arch.dense_acts)
-    yield from ((name, Reader(_dense_add_norm, arch)) for name in arch.dense_add_norms)
+        yield arch.mlp, Reader(_mlp, arch, "MLP")
+    yield from ((name, Reader(_dense_act, arch, "dense, activation")) for name in arch.dense_acts)
+    add_norm = Reader(_dense_add_norm, arch, "dense, residual, norm")
+    yield from ((name, add_norm) for name in arch.dense_add_norms)
 
 
 def norm_reader(arch: Arch) -> Reader:
     """Reader of the row's kind of norm."""
-    return Reader(_norm, arch, bypasses=False)
+    return Reader(_norm, arch, "norm", bypasses=False)
 
 
 def plain(module: nn.Module) -> Found | str | None:

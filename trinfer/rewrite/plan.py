@@ -73,7 +73,7 @@ class Plan:
 
     def __str__(self) -> str:
         changes, kept = self.rows()
-        parts = [self.summary(), f"decode step: {self.step}"]
+        parts = [self.summary(), f"step: {self.step}"]
         if changes:
             parts.append(aligned(("path", "was", "becomes", "why"), changes))
         if kept:
@@ -83,7 +83,7 @@ class Plan:
     def _repr_html_(self) -> str:
         changes, kept = self.rows()
         return (
-            f"<p><b>{html.escape(self.summary())}</b><br>decode step: {html.escape(self.step)}</p>"
+            f"<p><b>{html.escape(self.summary())}</b><br>step: {html.escape(self.step)}</p>"
             + html_table(("path", "was", "becomes", "why"), changes)
             + html_table(("kept", "is", "why"), kept)
         )
