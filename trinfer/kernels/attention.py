@@ -51,7 +51,7 @@ def _attend(
     offs_v = tl.arange(0, BLOCK_DV)
     for n in range(lo, hi, BLOCK_N):
         mask_n = offs_n < hi - n
-        base = n.to(tl.int64)
+        base = tl.cast(n, tl.int64)
         k_ptrs = k_ptr + base * stride_kn + (offs_n[None, :] * stride_kn + offs_d[:, None])
         k = load_tile(k_ptrs, mask_n[None, :], offs_d[:, None] < D, IS_MASKED, BLOCK_D != D)
         s = dot(q, k, tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32)) * qk_scale
@@ -79,8 +79,11 @@ def _attend(
     return acc, l_i, m_i
 
 
-# the lengths change from call to call: they must not recompile
-@triton.jit(do_not_specialize=["M", "N"], do_not_specialize_on_alignment=["kv_range_ptr"])
+# the lengths, and the strides of a bias with them, change from call to call: they must not recompile
+@triton.jit(
+    do_not_specialize=["M", "N", "group", "stride_bb", "stride_bh", "stride_bm"],
+    do_not_specialize_on_alignment=["kv_range_ptr", "bias_ptr"],
+)
 def _attention_kernel(
     q_ptr,
     k_ptr,
@@ -232,9 +235,9 @@ def attention(
         v: [B, G, N, Dv], any strides.
         sm_scale: factor of the scores.
         is_causal: a query sees no key after its own position.
-        window: causal: a query sees itself and the window - 1 keys before it; else the keys at most window away.
+        window: causal: a query sees itself and the window - 1 keys before it; else keys at most window away.
         kv_range: [B, 2] int32, first and one past the last valid key; what lies outside is never read.
-        bias: [B or 1, H or 1, M or 1, N], float: added to the scores, -inf or finfo.min forbid; bool: allows.
+        bias: [B or 1, H or 1, M or 1, N]; float: added to scores, -inf and finfo.min forbid; bool: allows.
 
     Returns:
         [B, M, H, Dv] in q.dtype, contiguous. A query that may attend to nothing gives zeros.

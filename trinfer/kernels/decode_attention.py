@@ -20,8 +20,11 @@ class _Key(NamedTuple):
     Dv: int
 
 
-# the length changes with every token: it must not recompile
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["kv_range_ptr"])
+# the length, and the strides of a bias with it, change with every token: they must not recompile
+@triton.jit(
+    do_not_specialize=["N", "group", "stride_bb", "stride_bh"],
+    do_not_specialize_on_alignment=["kv_range_ptr", "bias_ptr"],
+)
 def _decode_attention_kernel(
     q_ptr,
     k_ptr,
@@ -77,7 +80,7 @@ def _decode_attention_kernel(
     acc = tl.zeros([BLOCK_H, BLOCK_DV], dtype=tl.float32)
     for n in range(lo, hi, BLOCK_N):
         mask_n = offs_n < hi - n
-        base = n.to(tl.int64)
+        base = tl.cast(n, tl.int64)
         if BLOCK_H == 1:
             # one head: a product of tiles would leave most of a tensor core or vector register idle
             k_ptrs = k_ptr + base * stride_kn + (offs_n[:, None] * stride_kn + offs_d[None, :])

@@ -1,0 +1,97 @@
+"""Tiny cases of every kernel in every dtype, to run interpreted: `python -m tests.kernels.interpreted`."""
+
+from functools import partial
+
+import torch
+
+from tests.strategies import DTYPES, assert_close, make, make_weights, truth
+from trinfer import backend, kernels
+
+
+def check(op, dtype, *args, **options):
+    """Run an op and compare every tensor it gives with the truth."""
+    with kernels.count_launches() as launches:
+        actual = getattr(kernels, op)(*args, **options)
+    assert launches == {op: 1}, launches
+    expected = truth(getattr(kernels, f"{op}_ref"), *args, **options)
+    pairs = zip(actual, expected, strict=True) if isinstance(actual, tuple) else ((actual, expected),)
+    for a, e in pairs:
+        assert_close(a, e, dtype)
+
+
+def norms(dtype):
+    x, residual, w, b = (
+        make((3, 37), dtype, 0),
+        make((3, 37), dtype, 1),
+        make((37,), dtype, 2),
+        make((37,), dtype, 3),
+    )
+    # the truth of the sum is not rounded to the dtype, so the residual is exact in it
+    residual = residual.round()
+    x = x.round()
+    # the interpreter cuts float32 off to bfloat16 where it should round; a second cut is beyond the tolerance
+    cast = "float32" if dtype == torch.bfloat16 else "input"
+    check("rms_norm", dtype, x, w, 1e-6, residual=residual, cast=cast)
+    check("rms_norm", dtype, x, w, 1e-6, cast="float32", weight_offset=1.0)
+    check("layer_norm", dtype, x, w, b, 1e-6, residual=residual)
+
+
+def activations(dtype):
+    for act in ("gelu", "gelu_tanh", "relu", "silu"):
+        check("activation", dtype, make((3, 37), dtype, 0), act)
+    check("gated_activation", dtype, make((3, 37), dtype, 0), make((3, 37), dtype, 1), "silu")
+
+
+def positions(dtype):
+    q, k, cos = make((1, 3, 2, 24), dtype, 0), make((1, 1, 2, 24), dtype, 1), make((1, 2, 16), dtype, 2)
+    for interleaved in (False, True):
+        check("rotary", dtype, q, k, cos, cos, interleaved=interleaved)
+    check("embedding", dtype, torch.tensor([[1, 0], [4, 2]]), make((5, 37), dtype, 0), scale=3.0)
+
+
+def products(dtype):
+    x, w, b = make((3, 34), dtype, 0), make_weights((17, 5), 34, dtype, 1), (make((17,), dtype, 3), None)
+    for op in ("gemv", "matmul"):
+        check(op, dtype, x, w, b, act="silu", residual=make((3, 22), dtype, 4))
+        check(op, dtype, x, (w[0], w[0]), act="gelu", gated=True)
+
+
+def attentions(dtype):
+    q, k, v = make((2, 2, 5, 24), dtype, 0), make((2, 1, 9, 24), dtype, 1), make((2, 1, 9, 24), dtype, 2)
+    valid = torch.tensor([[0, 9], [4, 4]], dtype=torch.int32)
+    check("attention", dtype, q, k, v, sm_scale=0.3, is_causal=True, kv_range=valid)
+    check(
+        "attention",
+        dtype,
+        q,
+        k,
+        v,
+        sm_scale=0.3,
+        is_causal=False,
+        window=2,
+        bias=make((1, 2, 5, 9), dtype, 3),
+    )
+    check("decode_attention", dtype, q[:, :, :1], k, v, sm_scale=0.3, window=4)
+    check("decode_attention", dtype, q[:, :, :1], k, v, sm_scale=0.3, bias=make((2, 1, 1, 9), dtype, 3) > 0)
+
+
+CASES = {
+    f"{case.__name__} {str(dtype).removeprefix('torch.')}": partial(case, dtype)
+    for case in (norms, activations, positions, products, attentions)
+    for dtype in DTYPES
+}
+
+
+def main():
+    """Print one verdict a case."""
+    assert backend.kind() == "interpreter", backend.kind()
+    for name, case in CASES.items():
+        try:
+            case()
+            print(f"{name}: ok")
+        except AssertionError as error:
+            print(f"{name}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Element offsets beyond 2**31: memory that is reserved but, except for a few pages, never touched."""
+
+import mmap
+import sys
+
+import pytest
+import torch
+
+from tests.strategies import assert_close, make, truth
+from trinfer.kernels import (
+    attention,
+    attention_ref,
+    decode_attention,
+    embedding,
+    gated_activation,
+    gemv,
+    layer_norm,
+    matmul,
+    rms_norm,
+    rotary,
+)
+
+STRIDE = 2**31 + 16
+# Linux: reserve addresses without promising memory; Python 3.13 is the first to name it
+MAP_NORESERVE = 0x4000
+
+
+def far_apart(rows, dim=0, stride=STRIDE):
+    """The slices of `rows` along `dim`, `stride` elements away from each other."""
+    slices = rows.unbind(dim)
+    elements = stride * (len(slices) - 1) + slices[0].numel()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = torch.frombuffer(mmap.mmap(-1, elements * rows.element_size(), flags=flags), dtype=rows.dtype)
+    strides = list(slices[0].contiguous().stride())
+    strides.insert(dim, stride)
+    x = memory.as_strided(rows.shape, strides)
+    x.copy_(rows)
+    return x
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reserves memory without using it")
+class TestOffsetsBeyond32Bits:
+    x = make((2, 3, 48), torch.float16, 0)
+    w = make((3, 48), torch.float16, 1)
+
+    def test_norms_and_activations(self):
+        x, far = self.x[:, 0], far_apart(self.x[:, 0])
+        w = self.w[0]
+        assert torch.equal(rms_norm(far, w, 1e-6, residual=far)[0], rms_norm(x, w, 1e-6, residual=x)[0])
+        assert torch.equal(
+            layer_norm(far, w, w, 1e-6, residual=far)[0], layer_norm(x, w, w, 1e-6, residual=x)[0]
+        )
+        assert torch.equal(gated_activation(far, far, "silu"), gated_activation(x, x, "silu"))
+
+    def test_products_of_small_strides(self):
+        # each factor fits 32 bits, row times stride does not: 319 * 7,864,320 = 2,508,718,080
+        x, w = make((320, 48), torch.float16, 2), self.w
+        far = far_apart(x, 0, 7_864_320)
+        ids = torch.tensor([0, 319, 280])
+        assert torch.equal(embedding(ids, far), x[ids])
+        assert torch.equal(rms_norm(far, w[0], 1e-6), rms_norm(x, w[0], 1e-6))
+        assert torch.equal(matmul(far, w), matmul(x, w))
+        assert torch.equal(matmul(w, far), matmul(w, x))
+        assert torch.equal(gemv(w, far), gemv(w, x))
+        q, k, cache = w[None, None, :1], x[None, None], far[None, None]
+        expected = decode_attention(q, k, k, sm_scale=0.2)
+        assert torch.equal(decode_attention(q, cache, cache, sm_scale=0.2), expected)
+        options = {"sm_scale": 0.2, "is_causal": True}
+        assert torch.equal(attention(cache, cache, cache, **options), attention(k, k, k, **options))
+
+    def test_embedding(self):
+        ids = torch.tensor([2, 0, 1])
+        assert torch.equal(embedding(ids, far_apart(self.w)), self.w[ids])
+
+    def test_products(self):
+        x, w = self.x[:, 0], self.w
+        assert torch.equal(matmul(far_apart(x), w), matmul(x, w))
+        # one row a block, so that the second block starts beyond 2**31
+        y = torch.nn.functional.linear(x.double(), w.double())
+        assert_close(gemv(x, far_apart(w)), y, torch.float16)
+        assert_close(matmul(x, far_apart(w)), y, torch.float16)
+
+    def test_rotary(self):
+        q, cos = self.x[None].repeat(2, 1, 1, 1), self.w[None]
+        expected = rotary(q, q, cos, cos)
+        for dim in (0, 1, 2):
+            far = far_apart(q, dim)
+            for y, e in zip(rotary(far, far, cos, cos), expected, strict=True):
+                assert torch.equal(y, e)
+
+    @pytest.mark.parametrize("dim", [0, 1, 2])
+    def test_attention(self, dim):
+        q, k, v = (make((2, 2, n, 48), torch.float16, n) for n in (3, 4, 5))
+        k = v = v[:, :, :4]
+        options = {"sm_scale": 0.2, "is_causal": True}
+        expected = truth(attention_ref, q, k, v, **options)
+        far = far_apart(k, dim)
+        assert_close(attention(far_apart(q, dim), far, far, **options), expected, torch.float16)
+        last = far_apart(q[:, :, 2:], min(dim, 1))
+        assert_close(decode_attention(last, far, far, sm_scale=0.2), expected[:, 2:], torch.float16)
