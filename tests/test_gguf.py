@@ -87,7 +87,7 @@ def test_llama_file_gives_the_model_it_was_written_from(tie: bool, tmp_path: Pat
     ids = torch.randint(3, len(TOKENS), (2, 12))
     torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=0, atol=0)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
-    assert model.config.rms_norm_eps == 1e-5 and not model.training
+    assert model.config.rms_norm_eps == 1e-5 and not any(module.training for module in model.modules())
     assert model.generation_config.eos_token_id == 2 and model.generation_config.pad_token_id == 0
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "<pad>")

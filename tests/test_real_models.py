@@ -103,8 +103,28 @@ def assert_same_tokens(references: list[Reference], answers: list[Tensor]) -> No
             )
 
 
-def test_greedy_tokens_of_each_prompt_alone_equal_eager(engine: Any, references: list[Reference]) -> None:
-    assert_same_tokens(references, [generate(engine, r.ids)[0, r.ids.shape[1] :] for r in references])
+@pytest.fixture(scope="module")
+def answers(engine: Any, references: list[Reference]) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and logits of each prompt alone, through the kernels."""
+    return [generate_logits(engine, reference.ids) for reference in references]
+
+
+def test_greedy_tokens_of_each_prompt_alone_equal_eager(
+    answers: list[tuple[Tensor, Tensor]], references: list[Reference]
+) -> None:
+    assert_same_tokens(references, [tokens for tokens, _ in answers])
+
+
+def test_logits_of_every_step_are_close_to_eager(
+    answers: list[tuple[Tensor, Tensor]],
+    references: list[Reference],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pairs = [(logits, r.logits) for (_, logits), r in zip(answers, references, strict=True)]
+    largest = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+    with capsys.disabled():
+        print(f"\nlargest logit difference over {len(pairs)} x {NEW_TOKENS} steps: {largest:.2e}")
+    assert largest <= LARGEST_LOGIT_DIFFERENCE
 
 
 def test_greedy_tokens_of_left_padded_batches_equal_eager(
@@ -122,19 +142,6 @@ def test_greedy_tokens_of_left_padded_batches_equal_eager(
     assert_same_tokens([references[i] for i in order], answers)
 
 
-def test_logits_of_every_decode_step_are_close_to_eager(
-    engine: Any, references: list[Reference], capsys: pytest.CaptureFixture[str]
-) -> None:
-    largest = 0.0
-    for reference in references[:: len(references) // 4]:
-        tokens, logits = generate_logits(engine, reference.ids)
-        assert torch.equal(tokens, reference.tokens)
-        largest = max(largest, float((logits - reference.logits).abs().max()))
-    with capsys.disabled():
-        print(f"\nlargest logit difference while decoding: {largest:.2e}")
-    assert largest <= LARGEST_LOGIT_DIFFERENCE
-
-
 @torch.inference_mode()
 def test_logits_of_one_forward_are_close_to_eager(
     engine: Any, references: list[Reference], capsys: pytest.CaptureFixture[str]
@@ -145,7 +152,7 @@ def test_logits_of_one_forward_are_close_to_eager(
         logits = engine(ids).logits[0, reference.ids.shape[1] - 1 : -1]
         largest = max(largest, float((logits - reference.logits).abs().max()))
     with capsys.disabled():
-        print(f"\nlargest logit difference in one forward: {largest:.2e}")
+        print(f"\nlargest logit difference in one forward of all tokens: {largest:.2e}")
     assert largest <= LARGEST_LOGIT_DIFFERENCE
 
 
@@ -182,6 +189,7 @@ def test_minilm_embeddings_point_where_those_of_transformers_point(
 # inside a swapped module torch may allocate, view and write to the cache, but not compute
 ALLOWED_INSIDE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "new_zeros"),
+    *("contiguous", "flatten", "reshape", "unflatten", "view_as"),
     *("view", "_unsafe_view", "_reshape_alias", "alias", "detach", "as_strided", "expand", "permute", "t"),
     *("transpose", "select", "slice", "split", "split_with_sizes", "squeeze", "unsqueeze", "unbind"),
     *("copy_", "clone", "_to_copy", "index_copy_", "lift_fresh"),

@@ -46,7 +46,7 @@ def load_gguf(
     model.tie_weights()
     # rotary frequencies are no part of a state dict, so they would stay on the meta device
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
-    return model, tokenizer
+    return model.eval(), tokenizer
 
 
 def meta_llama(file: GgufFile, dtype: torch.dtype) -> LlamaForCausalLM:
