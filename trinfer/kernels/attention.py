@@ -9,8 +9,16 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose
-from trinfer.kernels.elements import add_bias, as_bias, attend_ref, check_attention, dot, load_tile
-from trinfer.kernels.op import Op, launched, nbytes, unit_stride
+from trinfer.kernels.elements import (
+    add_bias,
+    attend_ref,
+    check_attention,
+    dot,
+    load_range,
+    load_tile,
+    mask_keys,
+)
+from trinfer.kernels.op import Op, as_bias, launched, nbytes, unit_stride
 
 
 class _Key(NamedTuple):
@@ -58,12 +66,7 @@ def _attend(
         if IS_MASKED:
             key = n + offs_n[None, :]
             keep = mask_n[None, :]
-            if IS_CAUSAL:
-                keep = keep & (key <= pos_m)
-                if window is not None:
-                    keep = keep & (key > pos_m - window)
-            elif window is not None:
-                keep = keep & (key >= pos_m - window) & (key <= pos_m + window)
+            keep = mask_keys(keep, key, pos_m, window, IS_CAUSAL)
             if bias_ptr is not None:
                 s, keep = add_bias(s, keep, bias_ptr + base + offs_n[None, :], mask_m & mask_n[None, :])
             # far below the first maximum, so that the weight of what is not allowed is exactly zero
@@ -137,18 +140,12 @@ def _attention_kernel(
 
     # the keys that any query of this block may see
     pos = first + N - M
-    lo = 0
-    hi = N
-    if kv_range_ptr is not None:
-        lo = tl.maximum(tl.load(kv_range_ptr + 2 * pid_b), 0)
-        hi = tl.minimum(tl.load(kv_range_ptr + 2 * pid_b + 1), N)
+    lo, hi = load_range(kv_range_ptr, pid_b, N)
     end = hi
     if IS_CAUSAL:
         end = tl.minimum(hi, pos + 1)
         hi = tl.minimum(hi, pos + BLOCK_M)
-        if window is not None:
-            lo = tl.maximum(lo, pos - window + 1)
-    elif window is not None:
+    if window is not None:
         lo = tl.maximum(lo, pos - window)
         hi = tl.minimum(hi, pos + BLOCK_M + window)
 
@@ -156,10 +153,12 @@ def _attention_kernel(
     l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     qk_scale = sm_scale * 1.4426950408889634
+    # whole tiles that every query of the block sees need no mask: fold those first, then the others
+    FIRST: tl.constexpr = 0 if PEELS and bias_ptr is None and window is None else 1
     middle = lo
-    if PEELS and bias_ptr is None and window is None:
-        # whole tiles that every query of the block sees need no mask
+    if FIRST == 0:
         middle = lo + tl.maximum(end - lo, 0) // BLOCK_N * BLOCK_N
+    for part in tl.static_range(FIRST, 2):
         acc, l_i, m_i = _attend(
             acc,
             l_i,
@@ -167,9 +166,9 @@ def _attention_kernel(
             q,
             k_ptr,
             v_ptr,
-            None,
-            lo,
-            middle,
+            bias_ptrs,
+            lo if part == 0 else middle,
+            middle if part == 0 else hi,
             pos + offs_m,
             mask_m,
             window,
@@ -177,37 +176,13 @@ def _attention_kernel(
             stride_vn,
             qk_scale,
             IS_CAUSAL,
-            False,
+            part == 1,
             D,
             DV,
             BLOCK_N,
             BLOCK_D,
             BLOCK_DV,
         )
-    acc, l_i, m_i = _attend(
-        acc,
-        l_i,
-        m_i,
-        q,
-        k_ptr,
-        v_ptr,
-        bias_ptrs,
-        middle,
-        hi,
-        pos + offs_m,
-        mask_m,
-        window,
-        stride_kn,
-        stride_vn,
-        qk_scale,
-        IS_CAUSAL,
-        True,
-        D,
-        DV,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_DV,
-    )
 
     # a query that may attend to nothing gives zeros
     o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose
-from trinfer.kernels.elements import add_bias, as_bias, attend_ref, check_attention, dot, load_tile
-from trinfer.kernels.op import Op, launched, nbytes, unit_stride
+from trinfer.kernels.elements import add_bias, attend_ref, check_attention, dot, load_range, load_tile
+from trinfer.kernels.op import Op, as_bias, launched, nbytes, unit_stride
 
 
 class _Key(NamedTuple):
@@ -67,11 +67,7 @@ def _decode_attention_kernel(
     q_ptrs = q_ptr + pid_b * stride_qb + head * stride_qh + (offs_h[:, None] * stride_qh + offs_d[None, :])
     k_ptr += pid_b * stride_kb + pid_g * stride_kg
     v_ptr += pid_b * stride_vb + pid_g * stride_vg
-    lo = 0
-    hi = N
-    if kv_range_ptr is not None:
-        lo = tl.maximum(tl.load(kv_range_ptr + 2 * pid_b), 0)
-        hi = tl.minimum(tl.load(kv_range_ptr + 2 * pid_b + 1), N)
+    lo, hi = load_range(kv_range_ptr, pid_b, N)
     if window is not None:
         lo = tl.maximum(lo, N - window)
     q = tl.load(q_ptrs, mask=mask_h & (offs_d[None, :] < D), other=0.0)

@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trinfer.kernels.op import unit_stride
-
 # Triton reads this variable when @triton.jit decorates, so reading it once here always agrees with it
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -96,6 +94,29 @@ def load_tile(ptrs, mask_0, mask_1, USES_0: tl.constexpr, USES_1: tl.constexpr):
 
 
 @triton.jit
+def mask_keys(keep, key, pos, window, IS_CAUSAL: tl.constexpr):
+    """`keep` without the keys that a query at `pos` may not see."""
+    if IS_CAUSAL:
+        keep = keep & (key <= pos)
+        if window is not None:
+            keep = keep & (key > pos - window)
+    elif window is not None:
+        keep = keep & (key >= pos - window) & (key <= pos + window)
+    return keep
+
+
+@triton.jit
+def load_range(kv_range_ptr, pid_b, N):
+    """First and one past the last valid key of a sequence."""
+    lo = 0
+    hi = N
+    if kv_range_ptr is not None:
+        lo = tl.maximum(tl.load(kv_range_ptr + 2 * pid_b), 0)
+        hi = tl.minimum(tl.load(kv_range_ptr + 2 * pid_b + 1), N)
+    return lo, hi
+
+
+@triton.jit
 def add_bias(s, keep, ptrs, mask):
     """Scores in units of log2(e) plus a bias, and which of them remain allowed (see `bias_floor`)."""
     bias = tl.load(ptrs, mask=mask, other=0)
@@ -160,35 +181,38 @@ def as_segments(
             f"bias has {len(biases)} entries - allowed: {len(weights)}, one per weight segment - "
             "pass a tuple with None for a segment without bias"
         )
-    dtype, K, strides = x.dtype, x.shape[-1], weights[0].stride()
     for w, b in zip(weights, biases, strict=True):
-        if w.dim() != 2 or w.shape[1] != K:
-            raise ValueError(
-                f"weight has shape {tuple(w.shape)} - allowed: (N, {K}) for this x - transpose it"
-            )
-        if w.dtype != dtype or (b is not None and b.dtype != dtype):
-            raise ValueError(
-                f"x is {dtype}, weight {w.dtype}, bias {b.dtype if b is not None else None} - "
-                "allowed: one dtype for all - convert them, e.g. with model.to(dtype)"
-            )
-        if b is not None and b.shape != w.shape[:1]:
-            raise ValueError(
-                f"bias has shape {tuple(b.shape)} - allowed: ({w.shape[0]},) - pass this layer's bias"
-            )
-        if w.stride() != strides:
-            # one launch reads all segments with the same strides
-            raise ValueError(
-                f"weight segments have strides {strides} and {w.stride()} - allowed: equal strides - "
-                "make them contiguous"
-            )
+        _check_segment(x, w, b, weights[0].stride())
     if residual is not None:
         shape = (*x.shape[:-1], weights[0].shape[0] if gated else sum(w.shape[0] for w in weights))
-        if residual.shape != shape or residual.dtype != dtype:
+        if residual.shape != shape or residual.dtype != x.dtype:
             raise ValueError(
-                f"residual is {tuple(residual.shape)} {residual.dtype} - allowed: {shape} {dtype}, "
+                f"residual is {tuple(residual.shape)} {residual.dtype} - allowed: {shape} {x.dtype}, "
                 "as the result is - expand or convert it"
             )
     return weights, biases
+
+
+def _check_segment(x: Tensor, w: Tensor, b: Tensor | None, strides: tuple[int, ...]) -> None:
+    if w.dim() != 2 or w.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"weight has shape {tuple(w.shape)} - allowed: (N, {x.shape[-1]}) for this x - transpose it"
+        )
+    if w.dtype != x.dtype or (b is not None and b.dtype != x.dtype):
+        raise ValueError(
+            f"x is {x.dtype}, weight {w.dtype}, bias {None if b is None else b.dtype} - "
+            "allowed: one dtype for all - convert them, e.g. with model.to(dtype)"
+        )
+    if b is not None and b.shape != w.shape[:1]:
+        raise ValueError(
+            f"bias has shape {tuple(b.shape)} - allowed: ({w.shape[0]},) - pass this layer's bias"
+        )
+    if w.stride() != strides:
+        # one launch reads all segments with the same strides
+        raise ValueError(
+            f"weight segments have strides {strides} and {w.stride()} - allowed: equal strides - "
+            "make them contiguous"
+        )
 
 
 def pad_to_three(values: Any) -> tuple:
@@ -235,14 +259,6 @@ def check_attention(
                 f"bias has shape {tuple(bias.shape)} - allowed: [{B} or 1, {H} or 1, {M} or 1, {N}] for this "
                 "q and k - reshape it"
             )
-
-
-def as_bias(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """The bias of attention with strides for [B, H, M, N] and a contiguous last dimension; bool as uint8."""
-    if bias is None:
-        return None
-    bias = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
-    return unit_stride(bias.expand(shape))
 
 
 def attend_ref(

@@ -62,6 +62,14 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def as_bias(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """The bias of attention with strides for [B, H, M, N] and a contiguous last dimension; bool as uint8."""
+    if bias is None:
+        return None
+    bias = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
+    return unit_stride(bias.expand(shape))
+
+
 def nbytes(*tensors: Tensor | None) -> int:
     """Bytes of all given tensors together."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
