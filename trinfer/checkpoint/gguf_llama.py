@@ -150,7 +150,7 @@ def _to_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def llama_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """The byte-level BPE tokenizer that the file's metadata describes, chat template included."""
-    tokens = file.require("tokenizer.ggml.tokens", list)
+    tokens = _texts(file, "tokenizer.ggml.tokens")
     special = _special_tokens(file, tokens)
     return PreTrainedTokenizerFast(
         tokenizer_object=_bpe(file, tokens, special.get("bos_token")),
@@ -167,12 +167,9 @@ def _bpe(file: GgufFile, tokens: list[str], bos: str | None) -> Tokenizer:
     _allow(file, "tokenizer.ggml.model", file.metadata.get("tokenizer.ggml.model"), ["gpt2"])
     pre = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
     _allow(file, "tokenizer.ggml.pre", pre, list(PRE_TOKENIZERS))
-    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges", list)]
-    try:
-        tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    # tokenizers raises nothing narrower for a merge of unknown tokens
-    except Exception as error:
-        raise broken(file.path, f"its tokenizer says: {error}") from error
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=_merges(file, tokens))
+    )
     digits = [pre_tokenizers.Digits(individual_digits=True)] if PRE_TOKENIZERS[pre] else []
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
@@ -187,6 +184,23 @@ def _bpe(file: GgufFile, tokens: list[str], bos: str | None) -> Tokenizer:
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokens.index(bos))]
         )
     return tokenizer
+
+
+def _texts(file: GgufFile, key: str) -> list[str]:
+    texts: list[str] = file.require(key, list)
+    if not all(isinstance(text, str) for text in texts):
+        raise broken(file.path, f"{key} holds something other than text")
+    return texts
+
+
+def _merges(file: GgufFile, tokens: list[str]) -> list[tuple[str, str]]:
+    known, merges = set(tokens), []
+    for merge in _texts(file, "tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        if not known.issuperset((left, right, left + right)):
+            raise broken(file.path, f"its tokenizer merges {merge!r}, no tokens")
+        merges.append((left, right))
+    return merges
 
 
 def _special_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
