@@ -98,7 +98,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 def row(args: argparse.Namespace, runs: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
     """Medians of both sides and their ratio."""
     result: dict[str, Any] = {
-        "model": args.model,
+        "model": Path(args.model).name,
         "dtype": args.dtype,
         "batch": 1,
         "prompt_tokens": args.prompt_tokens,

@@ -1,0 +1,53 @@
+"""The benchmark of whole models: what it writes, and when it refuses to compare."""
+
+import argparse
+import contextlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import generate
+from tests.gguf_files import tiny_gguf
+from trinfer import backend
+
+needs_kernels = pytest.mark.skipif(backend.kind() == "reference", reason="no kernel can run on this machine")
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> argparse.Namespace:
+    model = str(tiny_gguf(tmp_path))
+    return argparse.Namespace(model=model, dtype="fp32", prompt_tokens=8, new_tokens=4, repeats=2)
+
+
+@needs_kernels
+def test_result_names_both_sides_their_ratio_and_the_machine(
+    args: argparse.Namespace, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'trinfer[bench]'")
+    facts = generate.machine(backend.default_device())
+    for _ in range(2):
+        path = generate.save(generate.compare(args), facts, tmp_path / "results")
+    # asking again replaced the row
+    (row,) = json.loads(path.read_text())["generate"]
+    ratio = row["trinfer"]["tokens_per_s"] / row["transformers"]["tokens_per_s"]
+    assert row["tokens_per_s_ratio"] == pytest.approx(ratio, abs=1e-3)
+    assert row["date"] and {"device", "threads", "torch", "triton", "transformers"} <= row["machine"].keys()
+    assert path.with_name(f"{path.stem}_generate.png").stat().st_size > 1000
+
+
+def test_different_tokens_give_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = iter([torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 4, 4])])
+    monkeypatch.setattr(generate, "measure", lambda *_: (next(sides), 1.0, 1.0))
+    monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter(gemv=1)))
+    with pytest.raises(SystemExit, match="tokens differ from transformers from token 2 on"):
+        generate.compare(args)
+
+
+def test_no_launch_gives_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "measure", lambda *_: (torch.tensor([1]), 1.0, 1.0))
+    monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter()))
+    with pytest.raises(SystemExit, match="no kernel of trinfer was launched"):
+        generate.compare(args)
