@@ -7,6 +7,7 @@ import logging
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,17 @@ def test_to_returns_the_engine() -> None:
     engine_ = engine_of(make("llama"))
     assert engine_.to("cpu") is engine_
     assert engine_.to(torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_model_kept_on_the_host_waits_for_its_device() -> None:
+    engine_ = trinfer.init_inference(make("llama"), dtype="fp32", keep_module_on_host=True)
+    if backend.kind() != "gpu":
+        assert engine_(token_ids(1, 3)).logits.isfinite().all()
+    elsewhere = "cpu" if backend.kind() == "gpu" else "cuda"
+    engine_.module._trinfer_limits = replace(engine_.module._trinfer_limits, waits_for=elsewhere)
+    for call in (engine_, engine_.generate):
+        with pytest.raises(RuntimeError, match=rf"keep_module_on_host=True; call engine.to\('{elsewhere}'\)"):
+            call(input_ids=token_ids(1, 3))
 
 
 def test_training_mode_is_refused() -> None:

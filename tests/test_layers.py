@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -142,6 +144,25 @@ def test_mask_function_gives_ranges(mask: list[list[int]], expected: list[list[i
     bounds = mask_function(2, 3, 3, attention_mask=torch.tensor(mask, dtype=torch.bool))
     assert expected is None if bounds is None else bounds.tolist() == expected
     assert bounds is None or bounds.dtype == torch.int32
+
+
+@given(rows=st.integers(1, 3), keys=st.integers(1, 9), queries=st.integers(1, 9), data=st.data())
+def test_mask_function_says_what_the_mask_says(
+    rows: int, keys: int, queries: int, data: st.DataObject
+) -> None:
+    queries = min(queries, keys)
+    bits = data.draw(st.lists(st.booleans(), min_size=rows * keys, max_size=rows * keys))
+    mask = torch.tensor(bits).view(rows, keys)
+    found = mask_function(rows, queries, keys, q_offset=keys - queries, attention_mask=mask)
+    causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    if found is not None and found.dim() == 4:
+        assert torch.equal(found[:, 0], mask[:, None] & causal)
+        return
+    key = torch.arange(keys)
+    valid = mask if found is not None else torch.ones_like(mask)
+    bounds = torch.tensor([[0, keys]] * rows) if found is None else found
+    assert torch.equal((key >= bounds[:, :1]) & (key < bounds[:, 1:]), valid)
+    assert torch.equal(valid, mask)
 
 
 def test_mask_function_falls_back_to_a_full_mask() -> None:

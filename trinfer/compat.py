@@ -34,6 +34,17 @@ def cache_argument(kwargs: dict[str, Any]) -> Cache | None:
     return found.self_attention_cache if isinstance(found, EncoderDecoderCache) else found
 
 
+def tokens_held(cache: Any) -> int:
+    """Tokens in a cache; 0 for none, and for the states of models without attention, which count none."""
+    counts = getattr(cache, "get_seq_length", None)
+    if counts is None:
+        return 0
+    try:
+        return int(counts())
+    except ValueError:
+        return 0
+
+
 def register_attention(attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
     """Make both functions known to transformers under `ATTENTION_NAME`; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, attention)

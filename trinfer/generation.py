@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from trinfer import backend
 from trinfer.cache import KVCache, bytes_per_token
-from trinfer.compat import cache_argument, cache_key, kv_shape
+from trinfer.compat import cache_argument, cache_key, kv_shape, tokens_held
 
 # what a decode step of the lean loop knows how to carry on; a model that needs more takes transformers' loop
 STEP_ARGUMENTS = {
@@ -28,6 +28,8 @@ STEP_ARGUMENTS = {
     "position_ids",
     "use_cache",
 }
+# how transformers carries a call on; a model with its own way takes transformers' loop
+CARRIES_ON = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # layer kinds whose state is keys and values of the whole sequence
 CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -54,8 +56,7 @@ class Limited:
         if self._trinfer_limits.waits_for:
             refuse_on_host(self, self._trinfer_limits.waits_for)
         given = dict(zip(self._trinfer_arguments, args, strict=False)) | kwargs
-        cache = cache_argument(given)
-        held = 0 if cache is None else int(cache.get_seq_length())
+        held = tokens_held(cache_argument(given))
         for name, before in self._trinfer_tokens:
             tokens = given.get(name)
             if isinstance(tokens, Tensor) and tokens.dim() > 1:
@@ -250,7 +251,7 @@ def is_lean(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) 
         and not getattr(config, "is_assistant", False)
         and used <= STEP_ARGUMENTS
         and (positions is None or positions.dim() == 2)
-        and type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+        and all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in CARRIES_ON)
     )
 
 
