@@ -17,8 +17,7 @@ class _Key(NamedTuple):
     dtype: torch.dtype
 
 
-# N is the number of entries and changes from call to call: it must not recompile
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
 def _activation_kernel(x_ptr, y_ptr, N, ACT: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program per BLOCK_N entries."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_N

@@ -185,17 +185,12 @@ def decode_attention_ref(
 
 def _default(key: _Key) -> Config:
     block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (key.D, key.Dv))
-    config = {
-        "BLOCK_H": 1,
-        "BLOCK_N": 64,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_v,
-        "num_warps": 4,
-        "num_stages": 1,
-    }
-    if backend.kind() != "gpu" or (key.group == 1 and key.D <= 128):
-        # a CPU keeps the keys of a group in its cache: a program a head divides better between few threads
-        return config
+    config = {"BLOCK_D": block_d, "BLOCK_DV": block_v, "BLOCK_N": 64, "num_warps": 4}
+    if backend.kind() != "gpu":
+        # the keys of a group stay in the cache, and a program a head divides better between few threads
+        return config | {"BLOCK_H": 1, "num_stages": 1}
+    if key.group == 1 and key.D <= 128:
+        return config | {"BLOCK_H": 1, "BLOCK_N": 64 if block_d <= 64 else 32, "num_stages": 1}
     return config | {"BLOCK_H": 16, "num_stages": 3 if block_d <= 128 else 2}
 
 
