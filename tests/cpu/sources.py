@@ -1,4 +1,4 @@
-"""Kernels whose text a test puts together: Triton reads the source of a kernel, so it has to lie in a file."""
+"""Kernels whose text a test puts together; it has to lie in a file, because Triton reads the source."""
 
 import importlib.util
 import itertools

@@ -214,7 +214,7 @@ def _index_loop_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_N: tl.constexpr):
     x_ptrs = x_ptr + offs_n
     last_ptrs = x_ptr + N + offs_n
     acc = tl.zeros((BLOCK_N,), tl.float32)
-    for m in range(0, M):
+    for m in range(M):
         for n in range(0, N, BLOCK_N):
             acc += tl.load(x_ptrs + n, mask=index + n < N, other=0.0) * (m + 1)
         last_ptrs = x_ptrs
@@ -295,10 +295,8 @@ def test_loops_down_and_from_negative_bounds():
 
 @triton.jit
 def _wide_loop_kernel(y_ptr, start, count):
-    n = 0
     for i in range(start, start + count):
-        tl.store(y_ptr + n, i)
-        n += 1
+        tl.store(y_ptr + (i - start), i)
 
 
 def test_loop_over_int64():

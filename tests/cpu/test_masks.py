@@ -1,4 +1,4 @@
-"""Masks of every form: the code generator cuts loops at some of them and tests the others element by element."""
+"""Masks of every form: the code generator cuts loops at some of them and tests others element by element."""
 
 import ctypes
 import mmap
@@ -62,7 +62,7 @@ FORMS = {
     "always": "(n >= 0) & (m < 99)",
     "wide": "(n + 0 * low).to(tl.int64) < high",
 }
-"""In terms of a column of row numbers m, a row of column numbers n and three numbers; NumPy and Triton read all alike."""
+"""Over a column of row numbers m, a row of column numbers n and three numbers; NumPy reads them as Triton does."""
 
 BOUNDS = [(3, 20, 2), (0, 0, 1), (5, 3, 3), (-4, 99, 5), (31, 32, 1), (0, 7, 16)]
 

@@ -92,7 +92,7 @@ def _gather(emitter: Emitter, op: Op) -> None:
 
     def body(nest: Nest) -> None:
         at = nest.value(places)
-        index = tuple(f"({at})" if d == axis else i for d, i in enumerate(nest.index))
+        index = tuple(f"t_opaque({at})" if d == axis else i for d, i in enumerate(nest.index))
         nest.statement(
             f"{dest}[{nest.linear(places.type.shape or (), nest.index)}] = {array}[{nest.linear(shape, index)}];"
         )

@@ -217,7 +217,7 @@ class Nest:
                 return self.stored(op.operands[0], source)
             if op.name == "tt.load" and (len(op.operands) < 3 or is_zero(op.operands[2])):
                 return self._load(op, index, raw=True)
-            if op.name in ("arith.truncf", "tt.fp_to_fp") and op.operands[0].type.elem == "f32":
+            if op.name == "arith.truncf" and op.operands[0].type.elem == "f32":
                 return to_memory(elem, self.value(op.operands[0], index))
         return to_memory(elem, self.value(value, index))
 
@@ -265,8 +265,10 @@ class Nest:
             level = self.level_of(index, args)
         else:
             args = [self.value(x, index) for x in op.operands]
-            text = expression(op, args, wraps=value not in self.emitter.plan.addressing)
             level = self.level_of((), args)
+            if op.name == "tt.addptr" and self.emitter.affine.poly(op.operands[1], index) is None:
+                args[1] = f"t_opaque({args[1]})"
+            text = expression(op, args, wraps=value not in self.emitter.plan.addressing)
         if text is None:
             raise self.emitter.unsupported(op)
         return self.put(c_type(value.type.elem), text, level, value.name)

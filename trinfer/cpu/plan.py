@@ -14,6 +14,7 @@ from trinfer.cpu.ttir import Block, Function, Op, Value
 WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "gpu.barrier", "ttg.barrier", "ttg.local_barrier"}
 COMBINERS = ("tt.reduce", "tt.scan")
 _MOVES = ("tt.expand_dims", "tt.broadcast", "tt.trans")
+_LINEAR = (*_MOVES, "tt.splat", "arith.addi", "arith.subi", "arith.muli", "arith.extsi")
 _FREE_FLOATS = ("tt.splat", "arith.constant", "tt.broadcast", "tt.expand_dims")
 
 
@@ -150,7 +151,10 @@ def _argument_sinks(plan: Plan, block: Block) -> None:
 
 
 def _find_addressing(plan: Plan, order: list[Op]) -> None:
-    """Integers that end in an address, a loop bound or a comparison with one: C may assume that they do not overflow."""
+    """Integers that end in an address or a loop bound: C may assume that they do not overflow.
+
+    Only as far back as sums and products go: what a hash feeds through a mask or a remainder does overflow.
+    """
     seeds: list[Value] = []
     for op in order:
         if op.name == "tt.addptr":
@@ -162,5 +166,5 @@ def _find_addressing(plan: Plan, order: list[Op]) -> None:
         if value in plan.addressing:
             continue
         plan.addressing.add(value)
-        if value.op is not None and is_elementwise(value.op) and value.op.name != "tt.load":
-            seeds += [x for x in value.op.operands if not x.type.is_float and not x.type.is_ptr]
+        if value.op is not None and value.op.name in _LINEAR:
+            seeds += value.op.operands

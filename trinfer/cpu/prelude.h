@@ -28,12 +28,40 @@ T_INLINE t_bf16 t_f32_bf16(float x) {
   uint32_t u = t_raw_f32(x), even = u + 0x7fff + ((u >> 16) & 1);
   return (t_bf16)((x != x ? u | 0x400000 : even) >> 16);
 }
-T_INLINE float t_f16_f32(_Float16 x) { return (float)x; }
-T_INLINE _Float16 t_f32_f16(float x) { return (_Float16)x; }
-T_INLINE float t_f8E5M2_f32(uint8_t x) { uint16_t h = (uint16_t)(x << 8); _Float16 f; memcpy(&f, &h, 2); return (float)f; }
+/* a float in the precision of f16, by bits: given a conversion there and back, gcc computes in halves where the CPU
+   can, and makes of a product that is rounded and then added to one operation that does not round it */
+T_INLINE float t_round_f16(float x) {
+  uint32_t bits = t_raw_f32(x), sign = bits & 0x80000000u, a = bits & 0x7fffffffu;
+  uint32_t normal = (a + 0xfff + ((a >> 13) & 1)) & 0xffffe000u, tiny = t_raw_f32((t_from_f32(a) + 0.5f) - 0.5f);
+  uint32_t finite = a < 0x38800000u ? tiny : normal < 0x47800000u ? normal : 0x7f800000u;
+  return t_from_f32(sign | (a > 0x7f800000u ? a : finite));
+}
+T_INLINE float t_from_f16(uint16_t x) {
+  uint32_t a = x & 0x7fff, shifted = a << 13, tiny = t_raw_f32((float)(int32_t)a * 0x1p-24f);
+  uint32_t r = a < 0x400 ? tiny : a < 0x7c00 ? shifted + (112u << 23) : shifted | 0x7f800000u;
+  return t_from_f32(r | (uint32_t)(x & 0x8000) << 16);
+}
+/* made in the upper half of a word: gcc would mix 16 and 32 bits and not vectorise */
+T_INLINE uint16_t t_raw_f16(float x) {
+  uint32_t bits = t_raw_f32(t_round_f16(x)), a = bits & 0x7fffffffu, normal = (a - (112u << 23)) << 3;
+  uint32_t tiny = (uint32_t)(int32_t)(t_from_f32(a < 0x38800000u ? a : 0) * 0x1p24f) << 16;
+  uint32_t r = a < 0x38800000u ? tiny : a < 0x7f800000u ? normal : a == 0x7f800000u ? 0x7c000000u : 0x7e000000u;
+  return (uint16_t)((r | (bits & 0x80000000u)) >> 16);
+}
+#ifdef __aarch64__
+typedef _Float16 t_f16;
+T_INLINE float t_f16_f32(t_f16 x) { return (float)x; }
+T_INLINE t_f16 t_f32_f16(float x) { return (t_f16)x; }
+#else
+/* gcc does not vectorise conversions of _Float16 on x86, and before version 12 does not know it */
+typedef uint16_t t_f16;
+T_INLINE float t_f16_f32(t_f16 x) { return t_from_f16(x); }
+T_INLINE t_f16 t_f32_f16(float x) { return t_raw_f16(x); }
+#endif
+T_INLINE float t_f8E5M2_f32(uint8_t x) { return t_from_f16((uint16_t)(x << 8)); }
 T_INLINE uint8_t t_f32_f8E5M2(float x) {
-  _Float16 h = (_Float16)x; uint16_t u; memcpy(&u, &h, 2);
-  return (uint8_t)((x != x ? u : u + 0x7f + ((u >> 8) & 1)) >> 8);
+  uint16_t u = t_raw_f16(x);
+  return (uint8_t)((x != x ? u | 0x200 : u + 0x7f + ((u >> 8) & 1)) >> 8);
 }
 T_INLINE float t_f8E4M3FN_f32(uint8_t x) {
   uint32_t m = x & 0x7f;
@@ -48,15 +76,22 @@ T_INLINE uint8_t t_f32_f8E4M3FN(float x) {
   uint32_t tiny = (uint32_t)rintf(a * 512.f);
   return (uint8_t)(sign | (x != x ? 0x7f : a < 0.015625f ? tiny : normal));
 }
+/* towards zero; in 16 bits the number next to another in that direction has the next lower bits */
+T_INLINE float t_truncate_bf16(float x) { return x != x ? x : t_from_f32(t_raw_f32(x) & 0xffff0000u); }
+T_INLINE float t_truncate_f16(float x) {
+  uint16_t h = t_raw_f16(x);
+  return t_from_f16((uint16_t)(h - (fabsf(t_from_f16(h)) > fabsf(x))));
+}
+
 T_INLINE float t_round_bf16(float x) { return t_bf16_f32(t_f32_bf16(x)); }
-T_INLINE float t_round_f16(float x) { return (float)(_Float16)x; }
-T_INLINE float t_round_f8E5M2(float x) { return t_f8E5M2_f32(t_f32_f8E5M2(x)); }
+/* both formats of 8 bits saturate, infinities too, as the conversions of GPUs do */
+T_INLINE float t_round_f8E5M2(float x) {
+  return t_f8E5M2_f32(t_f32_f8E5M2(x > 57344.f ? 57344.f : x < -57344.f ? -57344.f : x));
+}
 T_INLINE float t_round_f8E4M3FN(float x) { return t_f8E4M3FN_f32(t_f32_f8E4M3FN(x)); }
 
 T_INLINE uint16_t t_raw_bf16(float x) { return t_f32_bf16(x); }
 T_INLINE float t_from_bf16(uint16_t x) { return t_bf16_f32(x); }
-T_INLINE uint16_t t_raw_f16(float x) { _Float16 h = (_Float16)x; uint16_t r; memcpy(&r, &h, 2); return r; }
-T_INLINE float t_from_f16(uint16_t x) { _Float16 h; memcpy(&h, &x, 2); return (float)h; }
 T_INLINE uint8_t t_raw_f8E5M2(float x) { return t_f32_f8E5M2(x); }
 T_INLINE float t_from_f8E5M2(uint8_t x) { return t_f8E5M2_f32(x); }
 T_INLINE uint8_t t_raw_f8E4M3FN(float x) { return t_f32_f8E4M3FN(x); }
@@ -64,7 +99,22 @@ T_INLINE float t_from_f8E4M3FN(uint8_t x) { return t_f8E4M3FN_f32(x); }
 
 /* ---- integers */
 
+/* gcc 12 vectorises a load at an index that is a comparison as if the vector of its bits were one of integers:
+   the index must not look like one. Always 0, but only the linker could know */
+int32_t t_nothing;
+#define t_opaque(x) ((x) + t_nothing)
+
 T_INLINE int t_clip(int64_t x, int64_t low, int64_t high) { return (int)(x < low ? low : x > high ? high : x); }
+/* C divides as kernels expect but for two cases that stop the process: by 0 (gives 0 here), and MIN / -1 (wraps) */
+#define T_DIVISIONS(ELEM, TYPE, UNSIGNED) \
+  T_INLINE TYPE t_div_##ELEM(TYPE a, TYPE b) { return b == 0 ? 0 : b == -1 ? (TYPE)(0 - (UNSIGNED)a) : a / b; } \
+  T_INLINE TYPE t_rem_##ELEM(TYPE a, TYPE b) { return b == 0 || b == -1 ? 0 : a % b; } \
+  T_INLINE TYPE t_udiv_##ELEM(TYPE a, TYPE b) { return b == 0 ? 0 : (TYPE)((UNSIGNED)a / (UNSIGNED)b); } \
+  T_INLINE TYPE t_urem_##ELEM(TYPE a, TYPE b) { return b == 0 ? 0 : (TYPE)((UNSIGNED)a % (UNSIGNED)b); }
+T_DIVISIONS(i8, int8_t, uint8_t)
+T_DIVISIONS(i16, int16_t, uint16_t)
+T_DIVISIONS(i32, int32_t, uint32_t)
+T_DIVISIONS(i64, int64_t, uint64_t)
 T_INLINE int32_t t_mulhi_i32(int32_t a, int32_t b) { return (int32_t)(((uint64_t)(uint32_t)a * (uint32_t)b) >> 32); }
 T_INLINE int64_t t_mulhi_i64(int64_t a, int64_t b) {
   return (int64_t)(((unsigned __int128)(uint64_t)a * (uint64_t)b) >> 64);

@@ -11,7 +11,7 @@ MEMORY = {
     "i16": "int16_t",
     "i32": "int32_t",
     "i64": "int64_t",
-    "f16": "_Float16",
+    "f16": "t_f16",
     "bf16": "t_bf16",
     "f32": "float",
     "f64": "double",
@@ -66,10 +66,10 @@ _TEMPLATES = {
     "tt.precise_divf": "({0} / {1})",
     "arith.negf": "(-{0})",
     "arith.remf": "t_fmod({0}, {1})",
-    "arith.divsi": "({0} / {1})",
-    "arith.remsi": "({0} % {1})",
-    "arith.divui": "(({T})(({U}){0} / ({U}){1}))",
-    "arith.remui": "(({T})(({U}){0} % ({U}){1}))",
+    "arith.divsi": "t_div_{E}({0}, {1})",
+    "arith.remsi": "t_rem_{E}({0}, {1})",
+    "arith.divui": "t_udiv_{E}({0}, {1})",
+    "arith.remui": "t_urem_{E}({0}, {1})",
     "arith.andi": "({0} & {1})",
     "arith.ori": "({0} | {1})",
     "arith.xori": "({0} ^ {1})",
@@ -100,7 +100,7 @@ _TEMPLATES = {
     "tt.int_to_ptr": "(({T})(intptr_t){0})",
     "tt.ptr_to_int": "((int64_t)(intptr_t){0})",
     "math.fma": "({0} * {1} + {2})",
-    "math.absi": "({0} < 0 ? -{0} : {0})",
+    "math.absi": "({0} < 0 ? ({T})(0 - ({U}){0}) : {0})",
     "math.rsqrt": "(1 / {sqrt}({0}))",
     "math.sqrt": "{sqrt}({0})",
     "tt.precise_sqrt": "{sqrt}({0})",
@@ -191,7 +191,10 @@ def expression(op: Op, args: list[str], wraps: bool) -> str | None:
     t, u = c_type(result.elem), UNSIGNED.get(result.elem, "")
     if name in _SIGNED and op.name.startswith("arith."):
         sign = _SIGNED[name]
-        return f"(({t})(({u}){args[0]} {sign} ({u}){args[1]}))" if wraps else f"({args[0]} {sign} {args[1]})"
+        # narrower operands would become int, in which a product may overflow
+        wide = "uint64_t" if result.elem == "i64" else "uint32_t"
+        text = f"({wide}){args[0]} {sign} ({wide}){args[1]}"
+        return f"(({t})({text}))" if wraps else f"({args[0]} {sign} {args[1]})"
     if name in ("cmpi", "cmpf"):
         return _compare(op, args, of.elem)
     if name == "bitcast":
@@ -202,6 +205,8 @@ def expression(op: Op, args: list[str], wraps: bool) -> str | None:
         return f"(({t})({args[0]} & 1))" if result.elem == "i1" else f"(({t}){args[0]})"
     if name == "addptr":
         return f"({args[0]} + {args[1]})"
+    if name == "fp_to_fp" and "rtz" in op.attrs:
+        return f"t_truncate_{result.elem}({args[0]})" if result.elem in ("f16", "bf16") else None
     if name == "extern_elementwise":
         symbol = re.search(r'symbol = "(\w+)"', op.attrs)
         return rounded(result.elem, f"{symbol[1]}({', '.join(args)})") if symbol else None
