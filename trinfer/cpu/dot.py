@@ -1,4 +1,4 @@
-"""Matrix products of tiles, on register blocks of the prelude (`t_dot_f32`, `t_dot_bf16`)."""
+"""Matrix products of tiles, on the register blocks of tiles.h (`t_dot_f32`, `t_dot_bf16`)."""
 
 from __future__ import annotations
 

@@ -276,6 +276,7 @@ def to_c(function: Function, checked: bool = False) -> tuple[str, list[tuple[int
         [
             f"/* {function.name}, {function.line} */",
             '#include "prelude.h"',
+            *(['#include "tiles.h"'] if any(op.name == "tt.dot" for op in function.ops()) else []),
             "",
             *(['#include "check.h"', "", *checks.table()] if checks else []),
             f"static void kernel({', '.join([grid, *signature])})",

@@ -21,11 +21,10 @@ from trinfer.cpu.scalar import (
     float_literal,
     from_memory,
     literal,
-    rounded,
     tile_type,
     to_memory,
 )
-from trinfer.cpu.ttir import Op, Type, Value
+from trinfer.cpu.ttir import Op, Value
 
 if TYPE_CHECKING:
     from trinfer.cpu.emit import Emitter
@@ -394,8 +393,3 @@ def unit_stride_axis(emitter: "Emitter", value: Value, shape: tuple[int, ...]) -
 
     visit(value, tuple(range(len(shape))))
     return max(votes, key=lambda d: votes[d]) if votes else None
-
-
-def in_precision(kind: Type, text: str) -> str:
-    """A combined value in the precision of its type."""
-    return rounded(kind.elem, text) if kind.is_float else text
