@@ -26,7 +26,7 @@ MAX_ROWS = 16
 
 class _Key(NamedTuple):
     dtype: torch.dtype
-    is_one_row: bool
+    rows: int
     N: int
     K: int
     is_transposed: bool
@@ -109,8 +109,8 @@ def _tile_product(
     return acc
 
 
-# M is the batch and changes from call to call: it must not recompile
-@triton.jit(do_not_specialize=["M"])
+# M is the batch and changes from call to call: it must not recompile; nothing is read along N
+@triton.jit(do_not_specialize=["M", "N0", "N1", "N2"])
 def _gemv_kernel(
     x_ptr,
     w0_ptr,
@@ -233,7 +233,7 @@ def gemv(
     residual = residual if residual is None else residual.contiguous()
     stride_wn, stride_wk = weights[0].stride()
     is_transposed = stride_wn == 1 and stride_wk != 1
-    config = choose(OP, _Key(x.dtype, M == 1, sizes[0], K, is_transposed, gated))
+    config = choose(OP, _Key(x.dtype, triton.next_power_of_2(M), sizes[0], K, is_transposed, gated))
     block = config["BLOCK_N"]
     pointers = (x.contiguous(), *pad_to_three(weights), *pad_to_three(biases), residual, y)
     scalars = (M, *pad_to_three(sizes), K, stride_wn, stride_wk)
@@ -259,11 +259,15 @@ def gemv_ref(
 
 def _default(key: _Key) -> Config:
     if backend.kind() != "gpu":
+        # rows one by one walk the weight in the cache again; from here on a product of tiles is faster.
+        # found on 2 cores with AVX-512 and AMX, 1536 x 576: 1.5x at 4 rows of bfloat16, even at 8 of float32
+        if key.rows > (8 if key.dtype == torch.float32 else 2) and not key.is_transposed:
+            return _config(16, 64, 64)
         if key.is_transposed:
             return _config(1, 64, 16)
         # one row stream after the other keeps the prefetcher busy, and a mask past K costs nothing there
         return _config(1, 8, max(16, triton.next_power_of_2(key.K)), SPANS_K=True)
-    if not key.is_one_row:
+    if key.rows > 1:
         return _config(16, 32, 128, num_stages=3)
     if key.is_transposed:
         return _config(1, 64, 16)
