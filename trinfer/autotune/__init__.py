@@ -8,7 +8,7 @@ from typing import Any, Protocol
 Config = Mapping[str, Any]
 
 
-class Tunable(Protocol):
+class Tunable(Hashable, Protocol):
     """What `choose` needs to know of an `Op`."""
 
     @property

@@ -1,0 +1,137 @@
+"""What holds for every op: its record, its launch count, its reference path, and how often it compiles."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+
+from tests.strategies import assert_close, make, truth
+from trinfer import backend, cpu, kernels
+from trinfer.autotune import choose, pin
+from trinfer.kernels import OPS, count_launches
+
+SIZES = {"B": 2, "H": 4, "G": 2, "M": 5, "N": 34, "K": 71, "D": 64, "R": 32, "V": 11}
+ids = [op.name for op in OPS]
+
+
+def random_inputs(op, dtype=torch.float32):
+    """Arguments of an op from its own record, at the sizes that it asks for."""
+    names = [name for name in inspect.signature(op.inputs).parameters if name in SIZES]
+    return op.inputs(**{name: SIZES[name] for name in names}, dtype=dtype, device=backend.default_device())
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def test_every_public_launcher_has_a_record():
+    assert len(set(ids)) == len(ids)
+    for op in OPS:
+        assert op.launcher is getattr(kernels, op.name)
+        assert op.ref is getattr(kernels, f"{op.name}_ref")
+
+
+@pytest.mark.parametrize("op", OPS, ids=ids)
+def test_reference_takes_the_same_arguments(op):
+    launcher, ref = inspect.signature(op.launcher), inspect.signature(op.ref)
+    assert list(launcher.parameters.values()) == list(ref.parameters.values())
+
+
+@pytest.mark.parametrize("op", OPS, ids=ids)
+def test_record_feeds_and_prices_its_op(op):
+    arguments = random_inputs(op)
+    with count_launches() as launches:
+        results = op.launcher(**arguments)
+    assert launches == {op.name: 1}
+    for actual, expected in zip(as_tuple(results), as_tuple(truth(op.ref, **arguments)), strict=True):
+        assert_close(actual, expected, torch.float32)
+    moved, operations = op.cost(**arguments)
+    written = sum(t.numel() * t.element_size() for t in as_tuple(results))
+    assert moved >= written
+    assert operations > 0
+
+
+@pytest.mark.parametrize("op", OPS, ids=ids)
+def test_space_overrides_parts_of_the_default(op, monkeypatch):
+    keys = []
+    module = sys.modules[op.launcher.__module__]
+    monkeypatch.setattr(module, "choose", lambda op, key: keys.append(key) or choose(op, key))
+    op.launcher(**random_inputs(op))
+    (key,) = keys
+    assert all(set(config) <= set(op.default(key)) for config in op.space)
+    assert len({tuple(sorted(config.items())) for config in op.space}) == len(op.space) > 1
+
+
+@pytest.mark.parametrize("op", OPS, ids=ids)
+def test_reference_runs_where_triton_cannot(op, monkeypatch):
+    monkeypatch.setattr(backend, "runs_triton", lambda x: False)
+    arguments = random_inputs(op)
+    with count_launches() as launches:
+        results = op.launcher(**arguments)
+    assert not launches
+    for actual, expected in zip(as_tuple(results), as_tuple(op.ref(**arguments)), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_launches_are_counted_by_every_open_counter():
+    x = make((2, 7), torch.float32, 0)
+    with count_launches() as outer:
+        kernels.relu(x)
+        with count_launches() as inner:
+            kernels.relu(x)
+            kernels.silu_mul(x, x)
+    kernels.relu(x)
+    assert outer == {"activation": 2, "gated_activation": 1}
+    assert inner == {"activation": 1, "gated_activation": 1}
+
+
+def test_pin_overrides_the_default_and_ends():
+    op = next(op for op in OPS if op.name == "activation")
+    x = make((3000,), torch.float32, 0)
+    with pytest.raises(RuntimeError, match="stop"), pin(op, {"BLOCK_N": 64}):
+        assert_close(op.launcher(x, "relu"), x.double().relu(), torch.float32)
+        raise RuntimeError("stop")
+    assert choose(op, (torch.float32,))["BLOCK_N"] != 64
+
+
+@pytest.mark.skipif(backend.kind() != "cpu", reason="counts what the CPU backend compiles")
+class TestCompilesOnce:
+    """Values that change from call to call must not specialise a kernel."""
+
+    @pytest.fixture
+    def compiled(self, monkeypatch, tmp_path):
+        """Names of the kernels that the test compiles, not of those compiled before in this process."""
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        names = []
+        cpu.compile_listeners.append(names.append)
+        yield names
+        cpu.compile_listeners.remove(names.append)
+
+    def test_decoding(self, compiled):
+        cache = torch.zeros(2, 2, 64, 72)
+        for N in range(1, 64):
+            q, view = torch.zeros(2, 4, 1, 72), cache[:, :, :N]
+            kernels.decode_attention(q, view, view, sm_scale=0.2)
+        assert len(compiled) <= 1
+
+    def test_prefill_of_any_length(self, compiled):
+        for M in (1, 2, 7, 15, 16):
+            q, k = torch.zeros(2, 4, M, 176), torch.zeros(2, 2, M + 5, 176)
+            kernels.attention(q, k, k, sm_scale=0.2, is_causal=True)
+        assert len(compiled) <= 1
+
+    def test_any_number_of_rows(self, compiled):
+        x, w = torch.zeros(16, 88), torch.zeros(24, 88)
+        for M in range(1, 9):
+            kernels.gemv(x[:M], w)
+            kernels.rms_norm(x[:M], w[0], 1e-6)
+            kernels.layer_norm(x[:M], w[0], w[0], 1e-6)
+            kernels.matmul(x[: 2 * M], w)
+        assert sorted(set(compiled)) == sorted(compiled)
+
+    def test_any_slice_of_ids(self, compiled):
+        ids, w = torch.zeros(1, 9, dtype=torch.int64), torch.zeros(5, 88)
+        for start in range(9):
+            kernels.embedding(ids[:, start:], w)
+        assert len(compiled) <= 1
