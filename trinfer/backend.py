@@ -32,7 +32,8 @@ def has_triton() -> bool:
 
 @functools.cache
 def kind() -> Kind:
-    """The one place that decides where kernels run in this process; activates the CPU backend if that is it."""
+    """The one place that decides where kernels run in this process; activates the CPU backend if that is
+    it."""
     if not has_triton():
         return "reference"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -46,7 +47,8 @@ def kind() -> Kind:
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """True if a kernel on `x` runs as Triton; False (with one warning a process) if its reference runs instead."""
+    """True if a kernel on `x` runs as Triton; False (with one warning a process) if its reference runs
+    instead."""
     where = kind()
     if where == "reference" or (where == "gpu" and not x.is_cuda):
         _warn_reference()
@@ -114,7 +116,8 @@ def check(dtype: torch.dtype, use_triton: bool) -> Backend:
     """Find the backend for an engine.
 
     Raises:
-        ValueError: `use_triton=True` where no kernel could run as Triton, or `dtype` that the device cannot run.
+        ValueError: `use_triton=True` where no kernel could run as Triton, or `dtype` that the device
+        cannot run.
     """
     where, device = kind(), default_device()
     if use_triton and where == "reference":

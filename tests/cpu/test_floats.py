@@ -237,7 +237,7 @@ def apply(name: str, x: Tensor) -> Tensor:
 
 
 def ulps(actual: Tensor, truth: np.ndarray) -> np.ndarray:
-    """The error in units in the last place; a result below the normal range is measured in the smallest one's."""
+    """The error in units in the last place; below the normal range in the smallest such unit."""
     _, exponent = np.frexp(truth)
     unit = np.exp2(np.maximum(exponent - 24, -149).astype(np.float64))
     return np.abs(actual.double().numpy() - truth) / unit

@@ -1,6 +1,7 @@
 """A Triton backend for CPUs in pure Python: TTIR -> readable C -> cc -> shared object.
 
-It knows Triton and torch's threads, nothing of trinfer. `activate()` registers it with the running process; from then
+It knows Triton and torch's threads, nothing of trinfer. `activate()` registers it with the running
+process; from then
 on every `@triton.jit` kernel that is launched on CPU tensors runs compiled.
 
     ttir.py       the printed TTIR as objects
@@ -10,7 +11,8 @@ on every `@triton.jit` kernel that is launched on CPU tensors runs compiled.
     loop.py       C loops;  nest.py  loop nests over a tile
     emit.py       the kernel: control.py, memory.py, reduce.py, dot.py write their ops
     prelude.h     what the emitted C is made of;  tiles.h  products of tiles
-    check.py      the sanitizer (TRINFER_CPU_CHECK=1): check.c in the runtime, check.h and sites.py in the kernels
+    check.py      the sanitizer (TRINFER_CPU_CHECK=1): check.c in the runtime, check.h and sites.py in
+    the kernels
     build.py      the C compiler;  compiler.py  the stages;  driver.py, runtime.c  the launch
 """
 

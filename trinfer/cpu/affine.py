@@ -34,7 +34,8 @@ def multiply(a: Poly, b: Poly) -> Poly:
 
 
 def coefficient(poly: Poly, name: str) -> int | None:
-    """k if the polynomial is `k * name + (rest without name)`, None if `name` is scaled by something symbolic."""
+    """k if the polynomial is `k * name + (rest without name)`, None if `name` is scaled by something
+    symbolic."""
     k = poly.get((name,), 0)
     return None if any(name in m and m != (name,) for m in poly) else k
 
@@ -50,7 +51,8 @@ def c_text(poly: Poly) -> str:
 
 @dataclass(frozen=True)
 class Conjunct:
-    """One condition `poly < 0` of a mask, or (poly None) a condition that is not affine, named by its value."""
+    """One condition `poly < 0` of a mask, or (poly None) a condition that is not affine, named by its
+    value."""
 
     terms: frozenset[tuple[tuple[str, ...], int]] | None
     opaque: tuple[int, Index] | None = None
@@ -62,7 +64,8 @@ class Conjunct:
 
 
 class Affine:
-    """Reads polynomials off SSA values; `name_of` gives the C text of scalars and, for tiles, what is known of them."""
+    """Reads polynomials off SSA values; `name_of` gives the C text of scalars and, for tiles, what is
+    known of them."""
 
     def __init__(
         self, name_of: Callable[[Value], object], advanced: Callable[[Value], tuple[Value, str] | None]
@@ -139,7 +142,8 @@ class Affine:
 
 
 def source_index(op: Op, index: Index) -> Index | None:
-    """Where an op that only moves elements reads its operand for `index` of its result; None for other ops."""
+    """Where an op that only moves elements reads its operand for `index` of its result; None for other
+    ops."""
     if op.name == "tt.expand_dims":
         axis = int(op.attr("axis") or 0)
         return index[:axis] + index[axis + 1 :]

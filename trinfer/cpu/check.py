@@ -1,7 +1,9 @@
 """Checked launches (TRINFER_CPU_CHECK=1): what a sanitizer finds on a GPU, found on every launch on a CPU.
 
-Reported with the kernel, the argument and the source line: an access outside of an argument, one program reading what
-another writes, two programs writing different values to one element, and elements of an output that no program wrote.
+Reported with the kernel, the argument and the source line: an access outside of an argument, one program
+reading what
+another writes, two programs writing different values to one element, and elements of an output that no
+program wrote.
 An output is an argument that the kernel only stores to; arguments named `*cache*` may be written in part.
 """
 
@@ -26,14 +28,18 @@ def is_checking() -> bool:
 
 
 class CheckError(RuntimeError):
-    """A kernel did what is not allowed on some GPU; the message says what, where, and between which programs."""
+    """A kernel did what is not allowed on some GPU; the message says what, where, and between which
+    programs."""
 
 
 class _Site(ctypes.Structure):
     _fields_ = [
-        ("argument", ctypes.c_char_p), ("line", ctypes.c_char_p), ("args", ctypes.c_uint64),
-        ("bytes", ctypes.c_int), ("site", ctypes.c_int),
-    ]  # fmt: skip
+        ("argument", ctypes.c_char_p),
+        ("line", ctypes.c_char_p),
+        ("args", ctypes.c_uint64),
+        ("bytes", ctypes.c_int),
+        ("site", ctypes.c_int),
+    ]
 
 
 class _Range(ctypes.Structure):
@@ -42,15 +48,23 @@ class _Range(ctypes.Structure):
 
 class _Region(ctypes.Structure):
     _fields_ = [
-        ("begin", ctypes.c_void_p), ("end", ctypes.c_void_p), ("granule", ctypes.c_int64), ("elements", ctypes.c_void_p),
-    ]  # fmt: skip
+        ("begin", ctypes.c_void_p),
+        ("end", ctypes.c_void_p),
+        ("granule", ctypes.c_int64),
+        ("elements", ctypes.c_void_p),
+    ]
 
 
 class _Fault(ctypes.Structure):
     _fields_ = [
-        ("kind", ctypes.c_int32), ("argument", ctypes.c_int32), ("program", ctypes.c_int64), ("other", ctypes.c_int64),
-        ("offset", ctypes.c_int64), ("site", ctypes.POINTER(_Site)), ("other_site", ctypes.POINTER(_Site)),
-    ]  # fmt: skip
+        ("kind", ctypes.c_int32),
+        ("argument", ctypes.c_int32),
+        ("program", ctypes.c_int64),
+        ("other", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("site", ctypes.POINTER(_Site)),
+        ("other_site", ctypes.POINTER(_Site)),
+    ]
 
 
 @functools.cache
@@ -142,7 +156,10 @@ def _unwritten(lib: ctypes.CDLL, kernel: str, name: str, line: str, tensor: Any)
     missing = (written.as_strided(tensor.shape, tensor.stride()) == 0).nonzero()
     if not len(missing):
         return None
-    return f"kernel {kernel}, {line}: no program writes {len(missing)} elements of {name}, the first at {missing[0].tolist()}"
+    first = missing[0].tolist()
+    return (
+        f"kernel {kernel}, {line}: no program writes {len(missing)} elements of {name}, the first at {first}"
+    )
 
 
 def _describe(kernel: str, fault: _Fault, pointers: Sequence[Any]) -> str:
@@ -154,12 +171,13 @@ def _describe(kernel: str, fault: _Fault, pointers: Sequence[Any]) -> str:
     element = fault.offset // size
     if _KINDS[fault.kind] == "OUTSIDE":
         begin, end = _extent(tensor) if isinstance(tensor, torch.Tensor) else (0, 0)
-        return f"{start} accesses element {element} of {name}, which has elements 0 to {(end - begin) // size - 1}"
+        last = (end - begin) // size - 1
+        return f"{start} accesses element {element} of {name}, which has elements 0 to {last}"
     other = f"program {fault.other}" if fault.other >= 0 else "several programs"
     where = f" at {fault.other_site.contents.line.decode()}" if fault.other_site else ""
     what = {
         "READ_OF_WRITTEN": f"reads element {element} of {name}, which {other} writes{where}",
         "WRITE_OF_READ": f"writes element {element} of {name}, which {other} reads{where}",
-        "WRITE_OF_WRITTEN": f"writes element {element} of {name}, to which {other} writes another value{where}",
+        "WRITE_OF_WRITTEN": f"writes element {element} of {name}, which {other} sets to another value{where}",
     }
     return f"{start} {what[_KINDS[fault.kind]]}; no acquire-release atomic orders them"

@@ -20,7 +20,8 @@ from trinfer.cpu.ttir import parse
 
 @dataclass(frozen=True)
 class CPUOptions:
-    """Launch options; those that steer a GPU are accepted, so that one launcher serves both, and change nothing."""
+    """Launch options; those that steer a GPU are accepted, so that one launcher serves both, and change
+    nothing."""
 
     num_warps: int = 1
     num_ctas: int = 1
@@ -71,7 +72,8 @@ _recursion_lock = threading.Lock()
 
 @contextmanager
 def _deep_expressions() -> Iterator[None]:
-    """An unrolled loop makes expressions of thousands of nested ops, which the emitter follows recursively."""
+    """An unrolled loop makes expressions of thousands of nested ops, which the emitter follows
+    recursively."""
     with _recursion_lock:
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(max(limit, 20_000))

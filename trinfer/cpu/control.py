@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trinfer.cpu.plan import advance_of
@@ -57,7 +58,8 @@ def _declare(emitter: Emitter, value: Value, block: Block | None) -> None:
 
 
 def _assign(emitter: Emitter, values: list[Value], targets: list[Value]) -> None:
-    """targets = values, all at once: a tile that another assignment still reads is written last or copied first."""
+    """targets = values, all at once: a tile that another assignment still reads is written last or
+    copied first."""
     _assign_tiles(emitter, [(v, t) for v, t in zip(values, targets, strict=True) if t in emitter.arrays])
     scalars = [(v, emitter.scalars[t]) for v, t in zip(values, targets, strict=True) if t in emitter.scalars]
     if len(scalars) == 1:
@@ -70,40 +72,51 @@ def _assign(emitter: Emitter, values: list[Value], targets: list[Value]) -> None
         emitter.line(f"{name} = {temporary};")
 
 
-def _assign_tiles(emitter: Emitter, pairs: list[tuple[Value, Value]]) -> None:
-    """Parallel assignment of tiles; lazy values are evaluated while the arrays they read still hold the old tiles."""
-    pending: list[tuple[Value, str, str | None, set[str]]] = []
-    for value, target in pairs:
-        dest = emitter.arrays[target].name
-        if value in emitter.arrays:
-            source = emitter.arrays[value].name
-            if source != dest:
-                pending.append((value, dest, source, {source}))
-            continue
-        reads, index = emitter.reads(value)
-        moved = any(r.array == dest and r.index != index for r in reads)
-        pending.append((value, dest, None, {r.array for r in reads} | ({"(moved)"} if moved else set())))
-    while pending:
-        safe = [
-            p
-            for p in pending
-            if "(moved)" not in p[3] and not any(p[1] in q[3] for q in pending if q is not p)
-        ]
-        if not safe:
-            value, dest, source, _ = pending.pop(0)
-            copy = emitter.new_array(value.type.elem, value.type.numel, "copy")
-            if source is None:
-                emitter.fill(value, copy)
-            else:
-                emitter.line(f"memcpy({copy}, {source}, sizeof {copy});")
-            pending.append((value, dest, copy, {copy}))
-            continue
-        value, dest, source, _ = chosen = safe[0]
-        pending.remove(chosen)
-        if source is None:
-            emitter.fill(value, dest)
+@dataclass(eq=False)
+class _Assignment:
+    """dest = value, from the array `source` or (None) by evaluating a lazy value that reads arrays."""
+
+    value: Value
+    dest: str
+    source: str | None
+    reads: set[str]
+    reads_dest_elsewhere: bool = False
+
+    def write(self, emitter: Emitter, dest: str) -> None:
+        """Write the value to an array."""
+        if self.source is None:
+            emitter.fill(self.value, dest)
         else:
-            emitter.line(f"memcpy({dest}, {source}, sizeof {dest});")
+            emitter.line(f"memcpy({dest}, {self.source}, sizeof {dest});")
+
+
+def _assignment(emitter: Emitter, value: Value, dest: str) -> _Assignment:
+    if value in emitter.arrays:
+        source = emitter.arrays[value].name
+        return _Assignment(value, dest, source, {source})
+    reads, index = emitter.reads(value)
+    elsewhere = any(r.array == dest and r.index != index for r in reads)
+    return _Assignment(value, dest, None, {r.array for r in reads}, elsewhere)
+
+
+def _assign_tiles(emitter: Emitter, pairs: list[tuple[Value, Value]]) -> None:
+    """targets = values, all at once; lazy values are evaluated while what they read holds the old tiles."""
+    pending = [_assignment(emitter, value, emitter.arrays[target].name) for value, target in pairs]
+    pending = [p for p in pending if p.source != p.dest]
+    while pending:
+        safe = [p for p in pending if not p.reads_dest_elsewhere and not _is_read(p, pending)]
+        if safe:
+            pending.remove(safe[0])
+            safe[0].write(emitter, safe[0].dest)
+            continue
+        first = pending.pop(0)
+        copy = emitter.new_array(first.value.type.elem, first.value.type.numel, "copy")
+        first.write(emitter, copy)
+        pending.append(_Assignment(first.value, first.dest, copy, {copy}))
+
+
+def _is_read(assignment: _Assignment, pending: list[_Assignment]) -> bool:
+    return any(assignment.dest in other.reads for other in pending if other is not assignment)
 
 
 def _carry(emitter: Emitter, args: list[Value], inits: list[Value], block: Block) -> None:

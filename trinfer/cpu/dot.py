@@ -25,7 +25,7 @@ def _dot(emitter: Emitter, op: Op) -> None:
         function, left, right = "t_dot_f32", _f32_tile(emitter, a), _f32_tile(emitter, b)
     else:
         function, left, right = f"t_dot_{elem}", emitter.materialize(a), emitter.materialize(b)
-    zero = int(is_zero(c) if c.type.is_float else int_literal(c.op) == 0 if constant_of(c) else False)
+    zero = int(_starts_at_zero(c))
     out = _accumulator(emitter, op, c, bool(zero))
     if len(shape) == 2:
         emitter.line(f"{function}({left}, {right}, {out}, {rows}, {columns}, {depth}, {zero});")
@@ -37,6 +37,11 @@ def _dot(emitter: Emitter, op: Op) -> None:
         emitter.indent -= 1
     if elem in NARROW_FLOATS:
         _narrow(emitter, op, out)
+
+
+def _starts_at_zero(c: Value) -> bool:
+    constant = constant_of(c)
+    return constant is not None and (is_zero(c) if c.type.is_float else int_literal(constant) == 0)
 
 
 def _accumulator(emitter: Emitter, op: Op, c: Value, starts_at_zero: bool) -> str:
@@ -74,7 +79,8 @@ def _narrow(emitter: Emitter, op: Op, sums: str) -> None:
 
 
 def _fill_f32(emitter: Emitter, value: Value, array: str, inner: int | None) -> None:
-    """Write a tile as floats; with `inner` 0 a [K, N] tile is read along its columns and written as [N, K]."""
+    """Write a tile as floats; with `inner` 0 a [K, N] tile is read along its columns and written as [N,
+    K]."""
     shape = value.type.shape or ()
     turned = inner == 0 and len(shape) == 2
 
@@ -86,7 +92,8 @@ def _fill_f32(emitter: Emitter, value: Value, array: str, inner: int | None) -> 
 
 
 def _f32_tile(emitter: Emitter, value: Value) -> str:
-    """A tile as row-major floats; one that lies transposed in memory is read along its rows, then transposed."""
+    """A tile as row-major floats; one that lies transposed in memory is read along its rows, then
+    transposed."""
     shape = value.type.shape or ()
     if value in emitter.arrays and value.type.elem == "f32":
         return emitter.arrays[value].name

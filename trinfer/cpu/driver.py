@@ -23,12 +23,14 @@ _FORMATS = {
     "u1": "i", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp16": "f", "bf16": "f", "fp32": "f", "f32": "f", "fp64": "d", "f64": "d",
 }  # fmt: skip
-"""Scalar types of a kernel signature as struct formats, in the order and alignment of the emitted `struct args`."""
+"""Scalar types of a kernel signature as struct formats, in the order and alignment of the emitted
+`struct args`."""
 
 
 @functools.cache
 def runtime() -> ctypes.CDLL:
-    """The compiled `runtime.c`; its OpenMP calls bind to the library that torch has loaded: one pool of threads."""
+    """The compiled `runtime.c`; its OpenMP calls bind to the library that torch has loaded: one pool of
+    threads."""
     source = Path(__file__).with_name("runtime.c").read_text()
     cache = get_cache_manager(version())
     path = cache.get_file("runtime.so")

@@ -126,14 +126,15 @@ class Emitter:
         self.stack_bytes += count * (8 if kind in ("int64_t", "double") or "*" in kind else 4)
         if self.stack_bytes > STACK_LIMIT_BYTES:
             raise ValueError(
-                f"kernel {self.function.name}: its tiles take more than {STACK_LIMIT_BYTES >> 20} MiB of stack on a CPU; "
-                "launch it with smaller block sizes"
+                f"kernel {self.function.name}: its tiles take over {STACK_LIMIT_BYTES >> 20} MiB of stack "
+                "on a CPU; launch it with smaller block sizes"
             )
         self.line(f"{kind} {name}[{count}] T_ALIGNED;")
         return name
 
     def materialize(self, value: Value, at: Op | None = None) -> str:
-        """The name of an array that holds a tile; a lazy one is written now, if possible over a tile that `at` ends."""
+        """The name of an array that holds a tile; a lazy one is written now, if possible over a tile
+        that `at` ends."""
         if value in self.arrays:
             return self.arrays[value].name
         dest = self._in_place(value, at) if at is not None else None
@@ -258,7 +259,8 @@ RULES: dict[str, Callable[[Emitter, Op], None]] = {
 def to_c(function: Function, checked: bool = False) -> tuple[str, list[tuple[int, str, str]]]:
     """The C source of a kernel: `programs(args, begin, end)` runs programs begin..end-1 of its grid.
 
-    `checked`: every access goes through the sanitizer (check.py); the second result are the outputs that it watches.
+    `checked`: every access goes through the sanitizer (check.py); the second result are the outputs that
+    it watches.
     """
     emitter = Emitter(function, checked)
     fields = ["int32_t grid0, grid1, grid2;"]

@@ -1,4 +1,5 @@
-"""`triton.language.extra.libdevice` on a CPU: the functions that C's math library has under the same names."""
+"""`triton.language.extra.libdevice` on a CPU: the functions that C's math library has under the same
+names."""
 
 from typing import Any
 

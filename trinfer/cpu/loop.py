@@ -7,7 +7,8 @@ SIMD = "#pragma omp simd"
 
 @dataclass(frozen=True)
 class Blocks:
-    """An innermost loop taken `size` steps at a time: lines around each block, and its statement inside one."""
+    """An innermost loop taken `size` steps at a time: lines around each block, and its statement inside
+    one."""
 
     size: int
     before: tuple[str, ...]
@@ -17,7 +18,8 @@ class Blocks:
 
 @dataclass(eq=False)
 class Loop:
-    """A C loop `for (axis = low; axis < high; axis++)` (the root has no axis): lines, inner loops, closing lines."""
+    """A C loop `for (axis = low; axis < high; axis++)` (the root has no axis): lines, inner loops,
+    closing lines."""
 
     axis: str | None = None
     low: str = "0"

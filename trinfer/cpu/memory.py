@@ -93,9 +93,8 @@ def _gather(emitter: Emitter, op: Op) -> None:
     def body(nest: Nest) -> None:
         at = nest.value(places)
         index = tuple(f"t_opaque({at})" if d == axis else i for d, i in enumerate(nest.index))
-        nest.statement(
-            f"{dest}[{nest.linear(places.type.shape or (), nest.index)}] = {array}[{nest.linear(shape, index)}];"
-        )
+        target = f"{dest}[{nest.linear(places.type.shape or (), nest.index)}]"
+        nest.statement(f"{target} = {array}[{nest.linear(shape, index)}];")
 
     Nest(emitter, places.type.shape or ()).run(body)
     emitter.own(op.results[0], dest, op)
@@ -136,7 +135,7 @@ def _print(emitter: Emitter, op: Op) -> None:
             emitter.line(f"{text}{emitter.scalar(value)});")
             continue
 
-        def body(nest: Nest, text: str = text, value: object = value) -> None:
+        def body(nest: Nest, text: str = text, value: Value = value) -> None:
             nest.simd = False
             nest.statement(f"{text}{nest.value(value)});")
 
@@ -144,7 +143,8 @@ def _print(emitter: Emitter, op: Op) -> None:
 
 
 def _assert(emitter: Emitter, op: Op) -> None:
-    """`tl.device_assert` (only in the TTIR of kernels launched with debug=True): stop the process, as a GPU would."""
+    """`tl.device_assert` (only in the TTIR of kernels launched with debug=True): stop the process, as a
+    GPU would."""
     message = (re.search(r'"(.*?)"', op.attrs) or ["", ""])[1]
     stop = f't_assert_failed("{emitter.function.name}", "{op.line}", "{message}");'
     condition = op.operands[0]

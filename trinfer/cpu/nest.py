@@ -1,8 +1,11 @@
 """Loop nests: one tile-wide statement as C loops.
 
-Each sub-expression is written at the outermost loop level where it is constant. A mask whose conditions are affine
-cuts the loops instead of being tested per element: the loop over its innermost axis runs over the part where the
-condition holds, and a second loop over the rest, in which masked loads are their `other` value, follows only if
+Each sub-expression is written at the outermost loop level where it is constant. A mask whose conditions
+are affine
+cuts the loops instead of being tested per element: the loop over its innermost axis runs over the part
+where the
+condition holds, and a second loop over the rest, in which masked loads are their `other` value, follows
+only if
 something has to be written there.
 """
 
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Read:
-    """An array that a nest reads: its name, the tile value it holds, where, and the C type of its elements."""
+    """An array that a nest reads: its name, the tile value it holds, where, and the C type of its
+    elements."""
 
     array: str
     owner: Value
@@ -44,7 +48,8 @@ Body = Callable[["Nest"], None]
 
 
 class Nest:
-    """Builds the loops over one `shape`; `body(nest)` is called for each innermost loop and writes its statement."""
+    """Builds the loops over one `shape`; `body(nest)` is called for each innermost loop and writes its
+    statement."""
 
     def __init__(self, emitter: "Emitter", shape: tuple[int, ...], inner: int | None = None) -> None:
         self.emitter = emitter
@@ -206,7 +211,8 @@ class Nest:
         return self.memo[(value, index)]
 
     def stored(self, value: Value, index: Index | None = None) -> str:
-        """C text of one element of a tile as memory holds it; narrow floats are neither widened nor rounded twice."""
+        """C text of one element of a tile as memory holds it; narrow floats are neither widened nor
+        rounded twice."""
         elem, op = value.type.elem, value.op
         if elem not in NARROW_FLOATS:
             return self.value(value, index)
@@ -239,12 +245,9 @@ class Nest:
         if op.name == "arith.constant":
             return literal(op)
         if op.name == "tt.make_range":
-            start = op.attr("start")
-            return (
-                index[0]
-                if start == "0"
-                else self.put("int32_t", f"{index[0]} + {start}", self.level_of(index, []), value.name)
-            )
+            if (first := op.attr("start")) == "0":
+                return index[0]
+            return self.put("int32_t", f"{index[0]} + {first}", self.level_of(index, []), value.name)
         if (source := source_index(op, index)) is not None:
             return self.value(op.operands[0], source)
         if op.name == "tt.load":
@@ -324,7 +327,8 @@ class Nest:
         return None if self.known(mask, self.index) else self.value(mask)
 
     def constant(self, value: Value, index: Index) -> float | None:
-        """The number that every element is in the present loop, where masked loads are known to be `other`."""
+        """The number that every element is in the present loop, where masked loads are known to be
+        `other`."""
         op = value.op
         if op is None or not value.type.is_float:
             return None

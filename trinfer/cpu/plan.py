@@ -1,7 +1,9 @@
 """Which tile values are computed where they are used, and which become arrays.
 
-An elementwise value stays *lazy* (its expression is evaluated inside the loop nest of the op that consumes it) when
-that costs nothing (index arithmetic) or when exactly one such *sink* in the same block consumes it. Everything
+An elementwise value stays *lazy* (its expression is evaluated inside the loop nest of the op that
+consumes it) when
+that costs nothing (index arithmetic) or when exactly one such *sink* in the same block consumes it.
+Everything
 else is written to an array once.
 """
 
@@ -29,13 +31,15 @@ class Plan:
     eager_loads: bool = False
 
     def is_dead_after(self, value: Value, op: Op) -> bool:
-        """True if no op behind `op` (of the same block) reads the tile `value`, directly or through lazy values."""
+        """True if no op behind `op` (of the same block) reads the tile `value`, directly or through lazy
+        values."""
         sinks = self.sinks.get(value, [])
         return bool(sinks) and all(s.block is op.block and s.index <= op.index for s in sinks)
 
 
 def make_plan(function: Function, checked: bool) -> Plan:
-    """Decide every tile value of a kernel; in a checked one every load is done where it stands, in all its lanes."""
+    """Decide every tile value of a kernel; in a checked one every load is done where it stands, in all
+    its lanes."""
     plan = Plan(eager_loads=checked)
     order = [op for block in function.blocks for op in _code(block)]
     for op in order:
@@ -60,7 +64,8 @@ def _code(block: Block) -> Iterator[Op]:
 
 
 def advance_of(loop: Op, k: int) -> Value | None:
-    """The step tile if carried tile `k` of a loop only moves by the same scalar each time: pointers, index tiles."""
+    """The step tile if carried tile `k` of a loop only moves by the same scalar each time: pointers,
+    index tiles."""
     arg = loop.regions[0].args[k + 1]
     if arg.type.shape is None or arg.type.elem == "i1" or arg.type.is_float:
         return None

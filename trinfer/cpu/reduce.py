@@ -85,7 +85,8 @@ def _result(emitter: Emitter, op: Op, k: int = 0) -> Callable[[Nest | None, tupl
         return lambda nest, index: name
     array = emitter.new_array(result.type.elem, result.type.numel, result.name)
     emitter.own(result, array, op)
-    return lambda nest, index: f"{array}[{nest.linear(result.type.shape, index) if nest else index[0]}]"
+    shape = result.type.shape
+    return lambda nest, index: f"{array}[{nest.linear(shape, index) if nest else index[0]}]"
 
 
 def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
@@ -121,10 +122,13 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
 
 
 def _take_lanes(nest: Nest, axis: int, acc: str, sums: list[str], text: str) -> None:
-    """Sum a long row in independent lanes, so that the additions of neighbouring vectors need not wait for each other.
+    """Sum a long row in independent lanes, so that the additions of neighbouring vectors need not wait
+    for each other.
 
-    Rows of elements of 16 bits and fewer are fetched ahead of their use: their stream is faster than the hardware
-    prefetcher follows (576 columns of bf16, one Xeon core with AVX-512: 9 GB/s without lanes and prefetch, 27 with).
+    Rows of elements of 16 bits and fewer are fetched ahead of their use: their stream is faster than the
+    hardware
+    prefetcher follows (576 columns of bf16, one Xeon core with AVX-512: 9 GB/s without lanes and
+    prefetch, 27 with).
     """
     outer, loop = nest.path[-2], nest.path[-1]
     declaration = f"t_vector {', '.join(f'{name} = {{0}}' for name in sums)};"
@@ -201,7 +205,8 @@ def _combine(emitter: Emitter, body: Block, old: list[str], new: list[str]) -> l
 
 
 def _along_axis(emitter: Emitter, op: Op, axis: int, outs: list[str], reverse: bool, keeps: bool) -> None:
-    """Fold a tile along an axis with any combine function; `keeps` writes every prefix (a scan), else only the total."""
+    """Fold a tile along an axis with any combine function; `keeps` writes every prefix (a scan), else
+    only the total."""
     shape = op.operands[0].type.shape or ()
     arrays = [emitter.materialize(x) for x in op.operands]
     before, count, behind = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])

@@ -105,7 +105,8 @@ _TEMPLATES = {
     "math.sqrt": "{sqrt}({0})",
     "tt.precise_sqrt": "{sqrt}({0})",
 }
-"""{0} {1} {2}: operands; T: C type of the result; U: its unsigned twin; F: unsigned twin of the operand; E: element."""
+"""{0} {1} {2}: operands; T: C type of the result; U: its unsigned twin; F: unsigned twin of the operand;
+E: element."""
 
 _MATH = ("exp", "exp2", "log", "log2", "sin", "cos", "erf", "tanh", "absf", "floor", "ceil", "log1p", "expm1")
 
@@ -182,7 +183,8 @@ def c_float(value: float, elem: str) -> str:
 def expression(op: Op, args: list[str], wraps: bool) -> str | None:
     """The C expression of one element of an elementwise op; None if there is no rule for it.
 
-    `wraps`: integer overflow must wrap (hashes); False for addresses, where C may assume that it does not happen,
+    `wraps`: integer overflow must wrap (hashes); False for addresses, where C may assume that it does
+    not happen,
     which is what lets the C compiler vectorise.
     """
     result = op.results[0].type

@@ -60,7 +60,8 @@ class Provenance:
             self._join(op.results, op.operands[:1])
 
     def roots(self, pointer: Value) -> list[int]:
-        """Positions of the arguments; all pointer arguments if the pointer itself was loaded or made of an integer."""
+        """Positions of the arguments; all pointer arguments if the pointer itself was loaded or made of
+        an integer."""
         found: set[int] = set()
         seen: set[Value] = set()
         todo = [pointer]
@@ -124,6 +125,7 @@ class Checks:
         ]
 
     def outputs(self) -> list[tuple[int, str, str]]:
-        """(position, name, line of a store) of the arguments that are only stored to, and so have to be filled."""
+        """(position, name, line of a store) of the arguments that are only stored to, and so have to be
+        filled."""
         names = {k: self.function.args[k].name.lstrip("%") for k in self.stored if k not in self.loaded}
         return [(k, name, self.stored[k]) for k, name in names.items() if "cache" not in name]

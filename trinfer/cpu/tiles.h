@@ -56,20 +56,23 @@ T_CALL void t_pair_rows(uint32_t* restrict to, const uint16_t* restrict from, in
       to[r * columns + c] = from[2 * r * columns + c] | (uint32_t)from[(2 * r + 1) * columns + c] << 16;
 }
 
-/* c[M][N] = (start at zero ? 0 : c) + a[M][K] b[K][N], one register block of HEIGHT rows by WIDTH vectors of 16 */
+/* c[M][N] = (start at zero ? 0 : c) + a[M][K] b[K][N], one register block of HEIGHT rows by WIDTH vectors of 16.
+   The product is summed by itself before it is added: over a loop of blocks of K, rounding errors add up per block. */
 #define T_DOT_BLOCK(NAME, HEIGHT, WIDTH, A, B, FETCH, STEP) \
   T_INLINE void NAME(const A* restrict a, long lda, const B* restrict b, long ldb, float* restrict c, long ldc, int depth, int zero) { \
     t_vector s[HEIGHT][WIDTH]; \
     _Pragma("GCC unroll 12") for (int i = 0; i < HEIGHT; i++) \
       _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) \
-        s[i][j] = zero ? (t_vector){0} : *(const t_vector*)(c + i * ldc + 16 * j); \
+        s[i][j] = (t_vector){0}; \
     for (int k = 0; k < depth; k++) { \
       FETCH(WIDTH) \
       _Pragma("GCC unroll 12") for (int i = 0; i < HEIGHT; i++) { \
         _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) STEP } \
     } \
     _Pragma("GCC unroll 12") for (int i = 0; i < HEIGHT; i++) \
-      _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) *(t_vector*)(c + i * ldc + 16 * j) = s[i][j]; \
+      _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) { \
+        t_vector* sum = (t_vector*)(c + i * ldc + 16 * j); \
+        *sum = zero ? s[i][j] : *sum + s[i][j]; } \
   }
 #define T_DOT_PANEL(NAME, BLOCK, WIDTH, A, B) \
   T_INLINE void NAME(const A* a, long lda, const B* b, long ldb, float* c, long ldc, int rows, int depth, int zero) { \

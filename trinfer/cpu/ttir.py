@@ -32,7 +32,8 @@ class Type:
 
 @dataclass(eq=False)
 class Value:
-    """An SSA value: its printed name, its type, the op that makes it (None: an argument) and the ops that use it."""
+    """An SSA value: its printed name, its type, the op that makes it (None: an argument) and the ops
+    that use it."""
 
     name: str
     type: Type
