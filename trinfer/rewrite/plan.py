@@ -36,7 +36,7 @@ class Kept:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Everything that `init_inference` will do to a model; made without touching it, printed as a table.
 
@@ -79,6 +79,8 @@ class Plan:
         if kept:
             parts.append(aligned(("kept", "is", "why"), kept))
         return "\n\n".join(parts)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         changes, kept = self.rows()
