@@ -72,7 +72,7 @@ T_CALL void t_pair_rows(uint32_t* restrict to, const uint16_t* restrict from, in
     _Pragma("GCC unroll 12") for (int i = 0; i < HEIGHT; i++) \
       _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) { \
         t_vector* sum = (t_vector*)(c + i * ldc + 16 * j); \
-        *sum = zero ? s[i][j] : *sum + s[i][j]; } \
+        if (zero) *sum = s[i][j]; else *sum += s[i][j]; } \
   }
 #define T_DOT_PANEL(NAME, BLOCK, WIDTH, A, B) \
   T_INLINE void NAME(const A* a, long lda, const B* b, long ldb, float* c, long ldc, int rows, int depth, int zero) { \
