@@ -5,11 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import triton
 
 from tests.kernels import interpreted
 
+# numpy 2.4 stopped turning one-element arrays into integers, which triton 3.6 counts on in its loops
+IS_BROKEN = triton.__version__.startswith("3.6.") and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4)
 
+
+@pytest.mark.skipif(IS_BROKEN, reason="the interpreter of triton 3.6 needs numpy below 2.4")
 @pytest.mark.parametrize("name", interpreted.CASES)
 def test_interpreter_agrees(name, results):
     assert results[name] == "ok"
@@ -19,7 +25,8 @@ def test_interpreter_agrees(name, results):
 def results():
     """What each case of `interpreted.py` says when it runs interpreted."""
     root = Path(__file__).parents[2]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "tests.kernels.interpreted"]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

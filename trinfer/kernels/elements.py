@@ -55,15 +55,18 @@ def pick_segment(pid, w0_ptr, w1_ptr, w2_ptr, N0, N1, N2, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, mask_n):
-    """The biases of the rows `offs_n` of `segment` in float32; segments without one give zeros."""
+def load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, N):
+    """The biases of rows `offs_n` of the N in `segment`, in float32; a segment without one gives zeros."""
     bias = tl.zeros_like(offs_n).to(tl.float32)
     if b0_ptr is not None:
-        bias += tl.load(b0_ptr + offs_n, mask=mask_n & (segment == 0), other=0.0).to(tl.float32)
+        width = tl.where(segment == 0, N, 0)
+        bias += tl.load(b0_ptr + offs_n, mask=offs_n < width, other=0.0).to(tl.float32)
     if b1_ptr is not None:
-        bias += tl.load(b1_ptr + offs_n, mask=mask_n & (segment == 1), other=0.0).to(tl.float32)
+        width = tl.where(segment == 1, N, 0)
+        bias += tl.load(b1_ptr + offs_n, mask=offs_n < width, other=0.0).to(tl.float32)
     if b2_ptr is not None:
-        bias += tl.load(b2_ptr + offs_n, mask=mask_n & (segment == 2), other=0.0).to(tl.float32)
+        width = tl.where(segment == 2, N, 0)
+        bias += tl.load(b2_ptr + offs_n, mask=offs_n < width, other=0.0).to(tl.float32)
     return bias
 
 

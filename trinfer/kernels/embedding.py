@@ -28,8 +28,10 @@ def _embedding_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     # an id outside the table shows as nan, whatever lies in memory there
-    mask = mask_n & (token >= 0) & (token < V)
-    y = tl.load(weight_ptr + token * stride_wv + offs_n, mask=mask, other=float("nan")).to(tl.float32)
+    width = tl.where((token >= 0) & (token < V), N, 0)
+    y = tl.load(weight_ptr + token * stride_wv + offs_n, mask=offs_n < width, other=float("nan")).to(
+        tl.float32
+    )
     if HAS_SCALE:
         y *= scale
     tl.store(y_ptr + pid_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)

@@ -109,8 +109,8 @@ def _tile_product(
     return acc
 
 
-# M is the batch and changes from call to call: it must not recompile; nothing is read along N
-@triton.jit(do_not_specialize=["M", "N0", "N1", "N2"])
+# M is the batch and changes from call to call: it must not recompile
+@triton.jit(do_not_specialize=["M"])
 def _gemv_kernel(
     x_ptr,
     w0_ptr,
@@ -163,10 +163,10 @@ def _gemv_kernel(
                 up = _row_product(
                     x_row, u_ptr, rest, K, stride_wn, stride_wk, IS_TRANSPOSED, BLOCK_N, BLOCK_K, SPANS_K
                 )
-                y += load_bias(b0_ptr, None, None, segment, offs_n, mask_n)
-                y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, mask_n))
+                y += load_bias(b0_ptr, None, None, segment, offs_n, N)
+                y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, N))
             else:
-                y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, mask_n), ACT)
+                y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, N), ACT)
             offs_y = m * N_total + column + offs_n
             if residual_ptr is not None:
                 y += tl.load(residual_ptr + offs_y, mask=mask_n, other=0.0).to(tl.float32)
@@ -176,10 +176,10 @@ def _gemv_kernel(
         if IS_GATED:
             u_ptr = w1_ptr + offset
             up = _tile_product(x_ptr, u_ptr, M, rest, K, stride_wn, stride_wk, BLOCK_M, BLOCK_N, BLOCK_K)
-            y += load_bias(b0_ptr, None, None, segment, offs_n, mask_n)[:, None]
-            y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, mask_n)[:, None])
+            y += load_bias(b0_ptr, None, None, segment, offs_n, N)[:, None]
+            y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, N)[:, None])
         else:
-            y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, mask_n)[:, None], ACT)
+            y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, N)[:, None], ACT)
         offs_m = tl.arange(0, BLOCK_M)
         offs_y = offs_m[None, :] * N_total + column + offs_n[:, None]
         mask = (offs_m[None, :] < M) & mask_n[:, None]

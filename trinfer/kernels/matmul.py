@@ -105,11 +105,11 @@ def _matmul_kernel(
         w_ptrs += BLOCK_K * stride_wk
 
     if IS_GATED:
-        acc += load_bias(b0_ptr, None, None, segment, first + offs_n, mask_n)[None, :]
-        up += load_bias(b1_ptr, None, None, segment, first + offs_n, mask_n)[None, :]
+        acc += load_bias(b0_ptr, None, None, segment, first + offs_n, N)[None, :]
+        up += load_bias(b1_ptr, None, None, segment, first + offs_n, N)[None, :]
         acc = activate(acc, ACT) * up
     else:
-        acc += load_bias(b0_ptr, b1_ptr, b2_ptr, segment, first + offs_n, mask_n)[None, :]
+        acc += load_bias(b0_ptr, b1_ptr, b2_ptr, segment, first + offs_n, N)[None, :]
         acc = activate(acc, ACT)
     offs_y = row * N_total + column + first + (offs_m[:, None] * N_total + offs_n[None, :])
     mask = mask_m[:, None] & mask_n[None, :]
