@@ -10,8 +10,8 @@ from trinfer.autotune import pin
 from trinfer.kernels import OPS, count_launches, gemv, matmul, matmul_ref
 
 OP = next(op for op in OPS if op.name == "matmul")
-# blocks of 16 and of 64 rows
-rows = sizes(1, 16) | sizes(33, 150)
+# blocks of 16 and of 128 rows
+rows = sizes(1, 16) | sizes(65, 150)
 inputs_K = st.sampled_from([1, 7, 13, 34, 71, 100, 576])
 # each is a compiled kernel: every value of every option, not every combination
 VARIANTS = (

@@ -235,7 +235,7 @@ def attention(
     q, k, v, bias = unit_stride(q), unit_stride(k), unit_stride(v), as_bias(bias, (B, H, M, N))
     kv_range = kv_range if kv_range is None else kv_range.contiguous()
     config = choose(OP, _Key(q.dtype, min(128, triton.next_power_of_2(M)), D, DV))
-    bias_strides = (0, 0, 0) if bias is None else bias.stride()[:3]
+    bias_strides = (None, None, None) if bias is None else bias.stride()[:3]
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *bias_strides)
     launched("attention")
     _attention_kernel[(triton.cdiv(M, config["BLOCK_M"]), H, B)](

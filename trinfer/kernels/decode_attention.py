@@ -160,7 +160,7 @@ def decode_attention(
     kv_range = kv_range if kv_range is None else kv_range.contiguous()
     group = H // G
     config = choose(OP, _Key(q.dtype, group, D, DV))
-    bias_strides = (0, 0) if bias is None else bias.stride()[:2]
+    bias_strides = (None, None) if bias is None else bias.stride()[:2]
     strides = (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *bias_strides)
     launched("decode_attention")
     _decode_attention_kernel[(G * -(-group // config["BLOCK_H"]), B)](

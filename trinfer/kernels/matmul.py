@@ -182,7 +182,8 @@ def matmul_ref(
 
 def _default(key: _Key) -> Config:
     if backend.kind() != "gpu":
-        return _config(min(64, max(16, key.M)), 64, 64, 4, 1)
+        # timed on a CPU with AMX, 512 x 1536 x 576: bfloat16 takes 1.7 ms with 32 columns, 2.3 ms with 64
+        return _config(min(128, max(16, key.M)), 32 if key.dtype == torch.bfloat16 else 64, 64, 4, 1)
     if key.dtype == torch.float32:
         # no tensor cores: the products are scalar, and a larger tile spills
         return _config(64, 32, 32, 4, 3)
