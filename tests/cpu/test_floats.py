@@ -269,7 +269,7 @@ INF, NAN, TINY = math.inf, math.nan, 1e-45
 ENDS = {
     "exp": {INF: INF, -INF: 0, NAN: NAN, 0.0: 1, 89.0: INF, -104.0: 0, TINY: 1, 88.5: math.exp(88.5)},
     "exp2": {INF: INF, -INF: 0, NAN: NAN, 0.0: 1, 128.0: INF, -150.5: 0, TINY: 1, -149.0: 2.0**-149},
-    "log": {INF: INF, -INF: NAN, NAN: NAN, 0.0: -INF, -0.0: -INF, -1.0: NAN, 1.0: 0, TINY: -103.2789},
+    "log": {INF: INF, -INF: NAN, NAN: NAN, -0.0: -INF, -1.0: NAN, 1.0: 0, TINY: -103.2789},
     "log2": {INF: INF, -INF: NAN, NAN: NAN, 0.0: -INF, -1.0: NAN, 1.0: 0, 8.0: 3, TINY: -149},
     "erf": {INF: 1, -INF: -1, NAN: NAN, 0.0: 0, 9.0: 1, -9.0: -1, TINY: TINY, 1e-30: 1.1283792e-30},
     "tanh": {INF: 1, -INF: -1, NAN: NAN, 0.0: 0, 50.0: 1, -50.0: -1, TINY: TINY, 1e-30: 1e-30},

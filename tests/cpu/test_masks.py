@@ -62,7 +62,7 @@ FORMS = {
     "always": "(n >= 0) & (m < 99)",
     "wide": "(n + 0 * low).to(tl.int64) < high",
 }
-"""Over a column of row numbers m, a row of column numbers n and three numbers; NumPy reads them as Triton does."""
+"""Over a column of row numbers m, a row of column numbers n and three numbers; NumPy reads them alike."""
 
 BOUNDS = [(3, 20, 2), (0, 0, 1), (5, 3, 3), (-4, 99, 5), (31, 32, 1), (0, 7, 16)]
 

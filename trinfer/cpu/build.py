@@ -18,6 +18,8 @@ compile_listeners: list[Callable[[str], None]] = []
 _HERE = Path(__file__).parent
 _FLAGS = (
     *("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp-simd", "-ffp-contract=fast"),
+    # a kernel may read the bytes of a tensor as another type
+    "-fno-strict-aliasing",
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fno-semantic-interposition"),
     *("-Wno-psabi", "-Wno-unknown-pragmas"),
 )

@@ -20,8 +20,10 @@ from trinfer.cpu.ttir import parse
 
 @dataclass(frozen=True)
 class CPUOptions:
-    """Launch options; those that steer a GPU are accepted, so that one launcher serves both, and change
-    nothing."""
+    """Launch options; those that steer a GPU are accepted, so that one launcher serves both.
+
+    Only `enable_fp_fusion` and `debug` change anything here.
+    """
 
     num_warps: int = 1
     num_ctas: int = 1
@@ -103,7 +105,7 @@ def _to_c(module: Any, metadata: dict[str, Any]) -> str:
 def _to_so(source: str, metadata: dict[str, Any]) -> bytes:
     for listener in compile_listeners:
         listener(metadata["name"])
-    return build(source, metadata["name"])
+    return build(source, metadata["name"], [] if metadata["enable_fp_fusion"] else ["-ffp-contract=off"])
 
 
 class CPUBackend(BaseBackend):

@@ -26,7 +26,7 @@ def _dot(emitter: Emitter, op: Op) -> None:
     else:
         function, left, right = f"t_dot_{elem}", emitter.materialize(a), emitter.materialize(b)
     zero = int(_starts_at_zero(c))
-    out = _accumulator(emitter, op, c, bool(zero))
+    out = _accumulator(emitter, op, bool(zero), (left, right))
     if len(shape) == 2:
         emitter.line(f"{function}({left}, {right}, {out}, {rows}, {columns}, {depth}, {zero});")
     else:
@@ -44,9 +44,9 @@ def _starts_at_zero(c: Value) -> bool:
     return constant is not None and (is_zero(c) if c.type.is_float else int_literal(constant) == 0)
 
 
-def _accumulator(emitter: Emitter, op: Op, c: Value, starts_at_zero: bool) -> str:
+def _accumulator(emitter: Emitter, op: Op, starts_at_zero: bool, factors: tuple[str, str]) -> str:
     """The array that holds c and becomes the result: c's own if nobody else reads it."""
-    result = op.results[0]
+    c, result = op.operands[2], op.results[0]
     if result.type.elem in NARROW_FLOATS:
         # a product in 16 bits is summed in float and rounded once, as tensor cores do
         name = emitter.new_array("f32", result.type.numel, result.name)
@@ -55,11 +55,12 @@ def _accumulator(emitter: Emitter, op: Op, c: Value, starts_at_zero: bool) -> st
         return name
     array = emitter.arrays.get(c)
     if array is not None:
-        if array.home is op.block and emitter.plan.is_dead_after(c, op):
+        is_free = array.home is op.block and emitter.plan.is_dead_after(c, op)
+        if is_free and array.name not in factors:
             emitter.own(result, array.name, op)
             return array.name
     elif not starts_at_zero:
-        name = emitter.materialize(c, at=op)
+        name = emitter.materialize(c, at=op, kept=factors)
         emitter.own(result, name, op)
         return name
     name = emitter.new_array(result.type.elem, result.type.numel, result.name)

@@ -1,7 +1,7 @@
 """From a planned kernel to C: one method or function a statement; the C follows the TTIR op by op."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from trinfer.cpu import control, dot, memory, reduce
 from trinfer.cpu.affine import Affine
@@ -21,8 +21,8 @@ _RESERVED = re.compile(
     r"|register|restrict|return|short|signed|sizeof|static|struct|switch|typedef|union|unsigned|void|volatile"
     r"|while|asm|typeof|bool|true|false|linux|unix"
     # names that the emitted code has itself
-    r"|kernel|args|pid\d|grid\d|i\d+|block_i\d+|part|batch|t_.*"
-    r"|sqrtf?|fmod|memcpy|memset|printf|NAN|INFINITY"
+    r"|kernel|args|pid\d|grid\d|i\d*|block_i\d+|part|batch|before|behind|step|at|from|to|last|t_.*"
+    r"|sqrtf?|fmaf?|fmod|memcpy|memset|printf|NAN|INFINITY"
     # what is no name in C
     r"|\d.*|"
 )
@@ -132,12 +132,12 @@ class Emitter:
         self.line(f"{kind} {name}[{count}] T_ALIGNED;")
         return name
 
-    def materialize(self, value: Value, at: Op | None = None) -> str:
+    def materialize(self, value: Value, at: Op | None = None, kept: Collection[str] = ()) -> str:
         """The name of an array that holds a tile; a lazy one is written now, if possible over a tile
-        that `at` ends."""
+        that `at` ends, but not over the arrays `kept`."""
         if value in self.arrays:
             return self.arrays[value].name
-        dest = self._in_place(value, at) if at is not None else None
+        dest = self._in_place(value, at, kept) if at is not None else None
         dest = dest or self.new_array(value.type.elem, value.type.numel, value.name)
         self.fill(value, dest)
         return dest
@@ -162,11 +162,13 @@ class Emitter:
         nest.probe(lambda nest: nest.statement(nest.stored(value)))
         return nest.reads, nest.index
 
-    def _in_place(self, value: Value, at: Op) -> str | None:
+    def _in_place(self, value: Value, at: Op, kept: Collection[str] = ()) -> str | None:
         reads, index = self.reads(value)
         for read in reads:
             array = self.arrays[read.owner]
-            if array.home is not at.block or read.c_type != tile_type(value.type.elem):
+            if array.home is not at.block or array.name in kept:
+                continue
+            if read.c_type != tile_type(value.type.elem):
                 continue
             owners = [v for v, a in self.arrays.items() if a.name == array.name]
             same = all(r.index == index for r in reads if r.array == array.name)
@@ -235,8 +237,11 @@ def _reshape(emitter: Emitter, op: Op) -> None:
 
 
 def _unsplat(emitter: Emitter, op: Op) -> None:
-    array = emitter.materialize(op.operands[0], at=op)
-    emitter.scalars[op.results[0]] = from_memory(op.results[0].type.elem, f"{array}[0]")
+    array, result = emitter.materialize(op.operands[0], at=op), op.results[0]
+    # a variable, because the array may be written over before the scalar is used
+    emitter.scalars[result] = name = emitter.fresh(result.name)
+    elem = result.type.elem
+    emitter.line(f"{c_type(elem)} {name} = {from_memory(elem, f'{array}[0]')};")
 
 
 def _nothing(emitter: Emitter, op: Op) -> None:

@@ -10,6 +10,7 @@ else is written to an array once.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from trinfer.cpu.affine import Affine, add
 from trinfer.cpu.scalar import is_elementwise
 from trinfer.cpu.ttir import Block, Function, Op, Value
 
@@ -28,6 +29,7 @@ class Plan:
     cheap: set[Value] = field(default_factory=set)
     sinks: dict[Value, list[Op]] = field(default_factory=dict)
     addressing: set[Value] = field(default_factory=set)
+    advanced: dict[Value, tuple[Value, str]] = field(default_factory=dict)
     eager_loads: bool = False
 
     def is_dead_after(self, value: Value, op: Op) -> bool:
@@ -80,9 +82,11 @@ def advance_of(loop: Op, k: int) -> Value | None:
 
 def _find_advanced(plan: Plan, loop: Op) -> None:
     for k, result in enumerate(loop.results):
-        if advance_of(loop, k) is not None and _is_cheap(plan, loop.operands[3 + k]):
-            plan.cheap |= {loop.regions[0].args[k + 1], result}
-            plan.lazy |= {loop.regions[0].args[k + 1], result}
+        start, arg = loop.operands[3 + k], loop.regions[0].args[k + 1]
+        if advance_of(loop, k) is not None and _is_cheap(plan, start):
+            plan.cheap |= {arg, result}
+            plan.lazy |= {arg, result}
+            plan.advanced |= {arg: (start, f"offset {id(arg)}"), result: (start, f"offset {id(arg)}")}
 
 
 def _is_cheap(plan: Plan, value: Value) -> bool:
@@ -127,7 +131,7 @@ def _decide(plan: Plan, value: Value, op: Op) -> None:
     assert op.block is not None
     if op.name == "tt.load":
         between = op.block.ops[op.index + 1 : sinks[0].index]
-        if plan.eager_loads or any(_writes(q) for q in between):
+        if plan.eager_loads or any(_writes(q) for q in between) or _disturbs(plan, sinks[0], op):
             return
     plan.lazy.add(value)
 
@@ -140,19 +144,49 @@ def _is_repeated(value: Value) -> bool:
     return False
 
 
+def _disturbs(plan: Plan, write: Op, load: Op) -> bool:
+    """True if `write`, done element by element, may change what the load has not read yet.
+
+    It may where both go to one tensor but not, in each step, to the same element. Two pointer arguments are
+    taken for the same tensor or for two without a common byte.
+    """
+    if write.name not in WRITES:
+        return False
+    # by identity, because names are unique within a region only
+    symbols = Affine(lambda v: f"{'*' if v.type.is_ptr else ''}{id(v)}", plan.advanced.get)
+    index = tuple(f"i{d}" for d in range(len(load.results[0].type.shape or ())))
+    read, written = (symbols.poly(op.operands[0], index) for op in (load, write))
+    if read is None or written is None or _is_moved(load.results[0], write):
+        return True
+    difference = {name for monomial in add(read, written, -1) for name in monomial}
+    if any(name.startswith("*") for name in difference):
+        return not difference.isdisjoint(index)
+    return add(read, written, -1) != {}
+
+
+def _is_moved(value: Value, sink: Op) -> bool:
+    """True if elements change their places on the way from a lazy value to its sink."""
+    todo, seen = [value], {value}
+    while todo:
+        users = [user for user in todo.pop().uses if user is not sink]
+        if any(user.name in (*_MOVES, "tt.join", "tt.split") for user in users):
+            return True
+        reached = {result for user in users for result in user.results} - seen
+        seen |= reached
+        todo += reached
+    return False
+
+
 def _writes(op: Op) -> bool:
     return op.name in WRITES or any(_writes(q) for region in op.regions for q in region.ops)
 
 
 def _argument_sinks(plan: Plan, block: Block) -> None:
-    for op in block.ops:
-        if op.name in COMBINERS:
-            continue
-        for region in op.regions:
-            for arg in region.args:
-                if arg.type.shape is not None:
-                    _find_sinks(plan, arg, region)
-            _argument_sinks(plan, region)
+    for region in (r for op in block.ops if op.name not in COMBINERS for r in op.regions):
+        for arg in region.args:
+            if arg.type.shape is not None:
+                _find_sinks(plan, arg, region)
+        _argument_sinks(plan, region)
 
 
 def _find_addressing(plan: Plan, order: list[Op]) -> None:

@@ -99,7 +99,7 @@ _TEMPLATES = {
     "tt.mulhiui": "t_mulhi_{E}({0}, {1})",
     "tt.int_to_ptr": "(({T})(intptr_t){0})",
     "tt.ptr_to_int": "((int64_t)(intptr_t){0})",
-    "math.fma": "({0} * {1} + {2})",
+    "math.fma": "{fma}({0}, {1}, {2})",
     "math.absi": "({0} < 0 ? ({T})(0 - ({U}){0}) : {0})",
     "math.rsqrt": "(1 / {sqrt}({0}))",
     "math.sqrt": "{sqrt}({0})",
@@ -218,8 +218,8 @@ def expression(op: Op, args: list[str], wraps: bool) -> str | None:
     template = _TEMPLATES.get(op.name)
     if template is None:
         return None
-    sqrt = "sqrt" if result.elem == "f64" else "sqrtf"
-    text = template.format(*args, T=t, U=u, F=UNSIGNED.get(of.elem, ""), E=result.elem, sqrt=sqrt)
+    libm = {name: name if result.elem == "f64" else f"{name}f" for name in ("sqrt", "fma")}
+    text = template.format(*args, T=t, U=u, F=UNSIGNED.get(of.elem, ""), E=result.elem, **libm)
     return rounded(result.elem, text) if result.is_float else text
 
 
