@@ -150,25 +150,21 @@ class Nest:
         low, high = "0", str(size)
         for condition, k in cuts:
             rest = {m: c for m, c in condition.poly.items() if m != (name,)}
+            names = [n for m in rest for n in m]
             if k == 1:
                 bound = c_text({m: -c for m, c in rest.items()})
-                high = self.put("int", f"t_clip({bound}, 0, {high})", self.level_now(), f"end{axis}")
+                level = self.level_of((), [*names, high])
+                high = self.put("int", f"t_clip({bound}, 0, {high})", level, f"end{axis}")
             else:
-                low = self.put(
-                    "int",
-                    f"t_clip({c_text(add(rest, {(): 1}))}, {low}, {size})",
-                    self.level_now(),
-                    f"begin{axis}",
-                )
+                bound = c_text(add(rest, {(): 1}))
+                level = self.level_of((), [*names, low])
+                low = self.put("int", f"t_clip({bound}, {low}, {size})", level, f"begin{axis}")
         if low != "0" and high != str(size):
-            high = self.put("int", f"{high} > {low} ? {high} : {low}", self.level_now(), f"end{axis}")
+            level = self.level_of((), [low, high])
+            high = self.put("int", f"{high} > {low} ? {high} : {low}", level, f"end{axis}")
         return low, high
 
     # ---- writing
-
-    def level_now(self) -> int:
-        """The level of the innermost loop that is open."""
-        return len(self.path) - 1
 
     def statement(self, text: str) -> None:
         """A statement in the innermost loop."""

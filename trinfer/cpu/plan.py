@@ -126,7 +126,9 @@ def _decide(plan: Plan, value: Value, op: Op) -> None:
     if op.name in _MOVES or _is_cheap(plan, value):
         plan.lazy.add(value)
         return
-    if len(sinks) != 1 or sinks[0].block is not op.block or _is_repeated(value):
+    # reading a wide element again costs what reading it from an array would
+    is_wide_load = op.name == "tt.load" and value.type.elem in ("f32", "f64", "i32", "i64")
+    if len(sinks) != 1 or sinks[0].block is not op.block or (_is_repeated(value) and not is_wide_load):
         return
     assert op.block is not None
     if op.name == "tt.load":

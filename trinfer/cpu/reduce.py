@@ -122,19 +122,18 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
 
 
 def _take_lanes(nest: Nest, axis: int, acc: str, sums: list[str], text: str) -> None:
-    """Sum a long row in independent lanes, so that the additions of neighbouring vectors need not wait
-    for each other.
+    """Sum a long row in independent lanes: the additions of neighbours need not wait for each other.
 
     Rows of elements of 16 bits and fewer are fetched ahead of their use: their stream is faster than the
-    hardware
-    prefetcher follows (576 columns of bf16, one Xeon core with AVX-512: 9 GB/s without lanes and
-    prefetch, 27 with).
+    hardware prefetcher follows (576 columns of bf16 out of the third-level cache, one Xeon core with AVX-512:
+    9 GB/s without lanes and prefetch, 27 with).
     """
     outer, loop = nest.path[-2], nest.path[-1]
     declaration = f"t_vector {', '.join(f'{name} = {{0}}' for name in sums)};"
     if declaration not in outer.lines:
         outer.lines.append(declaration)
         outer.after.insert(0, f"{acc} += t_sum({' + '.join(sums)});")
+        outer.streams = 4 if nest.loads and outer.axis is not None else 1
     block = f"block_i{axis}"
     loop.blocks = Blocks(
         _LANES,
