@@ -1,8 +1,11 @@
-"""The hypothesis profile of all tests."""
+"""Settings of all tests: hypothesis, and threads that do not spin while they wait."""
 
 import os
 
 from hypothesis import HealthCheck, settings
+
+# read when torch loads OpenMP: beside another busy process, threads that spin make decoding ten times slower
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 settings.register_profile(
     "trinfer",
