@@ -21,7 +21,7 @@ _FLAGS = (
     # a kernel may read the bytes of a tensor as another type
     "-fno-strict-aliasing",
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fno-semantic-interposition"),
-    *("-Wno-psabi", "-Wno-unknown-pragmas"),
+    *("-Wno-psabi", "-Wno-unknown-pragmas", "-Werror=implicit-function-declaration"),
 )
 
 

@@ -22,7 +22,7 @@ _RESERVED = re.compile(
     r"|while|asm|typeof|bool|true|false|linux|unix"
     # names that the emitted code has itself
     r"|kernel|args|pid\d|grid\d|i\d*|block_i\d+|part|batch|before|behind|step|at|from|to|last|t_.*"
-    r"|sqrtf?|fmaf?|fmod|memcpy|memset|printf|NAN|INFINITY"
+    r"|sqrtf?|fmaf?|fmod|memcpy|memset|printf|fflush|stdout|NAN|INFINITY"
     # what is no name in C
     r"|\d.*|"
 )

@@ -125,12 +125,33 @@ def _histogram(emitter: Emitter, op: Op) -> None:
     emitter.own(result, dest, op)
 
 
+def _message(op: Op) -> str:
+    """The text of a print or an assertion, without MLIR's escapes, for between the quotes of a C string."""
+    found = re.search(r'"(.*?)"', op.attrs)
+    text = re.sub(r"\\([0-9A-F]{2})", lambda m: chr(int(m[1], 16)), found[1] if found else "")
+    return "".join(c if c.isalnum() or c in " ,.:;()[]{}<>=+-*/!_'" else f"\\{ord(c):03o}" for c in text)
+
+
+def _number_format(value: Value, is_signed: bool, is_hex: bool) -> tuple[str, str]:
+    """The printf format of a value, and the cast that it needs."""
+    elem = value.type.elem
+    if value.type.is_ptr:
+        return "%p", "(void*)"
+    if value.type.is_float:
+        return "%g", "(double)"
+    if is_hex:
+        return f"0x%0{max(2, int(elem[1:]) // 4)}llx", f"(unsigned long long)({UNSIGNED[elem]})"
+    return ("%lld", "(long long)") if is_signed else ("%llu", f"(unsigned long long)({UNSIGNED[elem]})")
+
+
 def _print(emitter: Emitter, op: Op) -> None:
     """`tl.device_print`: a line per program and value, as on a GPU without the element positions."""
-    prefix = (re.search(r'"(.*?)"', op.attrs) or ["", ""])[1]
-    for value in op.operands:
-        form, cast = ("%g", "(double)") if value.type.is_float else ("%lld", "(long long)")
-        text = f'printf("pid (%d, %d, %d){prefix}{form}\\n", pid0, pid1, pid2, {cast}'
+    head = f'"pid (%d, %d, %d)%s{{}}\\n", pid0, pid1, pid2, "{_message(op)}"'
+    if not op.operands:
+        emitter.line(f"printf({head.format('')});")
+    for value, is_signed in zip(op.operands, op.ints("isSigned"), strict=True):
+        form, cast = _number_format(value, bool(is_signed), op.attr("hex") == "true")
+        text = f"printf({head.format(form)}, {cast}"
         if value.type.shape is None:
             emitter.line(f"{text}{emitter.scalar(value)});")
             continue
@@ -140,13 +161,13 @@ def _print(emitter: Emitter, op: Op) -> None:
             nest.statement(f"{text}{nest.value(value)});")
 
         Nest(emitter, value.type.shape).run(body)
+    # what Python prints next comes behind it
+    emitter.line("fflush(stdout);")
 
 
 def _assert(emitter: Emitter, op: Op) -> None:
-    """`tl.device_assert` (only in the TTIR of kernels launched with debug=True): stop the process, as a
-    GPU would."""
-    message = (re.search(r'"(.*?)"', op.attrs) or ["", ""])[1]
-    stop = f't_assert_failed("{emitter.function.name}", "{op.line}", "{message}");'
+    """`tl.device_assert` (there in kernels launched with debug=True): stop the process, as a GPU would."""
+    stop = f't_assert_failed("{emitter.function.name}", "{op.line}", "{_message(op)}");'
     condition = op.operands[0]
     if condition.type.shape is None:
         emitter.line(f"if (!{emitter.scalar(condition)}) {stop}")

@@ -150,7 +150,7 @@ def _disturbs(plan: Plan, write: Op, load: Op) -> bool:
     """True if `write`, done element by element, may change what the load has not read yet.
 
     It may where both go to one tensor but not, in each step, to the same element. Two pointer arguments are
-    taken for the same tensor or for two without a common byte.
+    taken for one tensor, whose strides then are the same numbers, or for two without a common byte.
     """
     if write.name not in WRITES:
         return False
@@ -160,10 +160,12 @@ def _disturbs(plan: Plan, write: Op, load: Op) -> bool:
     read, written = (symbols.poly(op.operands[0], index) for op in (load, write))
     if read is None or written is None or _is_moved(load.results[0], write):
         return True
-    difference = {name for monomial in add(read, written, -1) for name in monomial}
-    if any(name.startswith("*") for name in difference):
-        return not difference.isdisjoint(index)
-    return add(read, written, -1) != {}
+    difference = add(read, written, -1)
+    offsets = [monomial for monomial in difference if not any(name.startswith("*") for name in monomial)]
+    if len(offsets) == len(difference):
+        return bool(difference)
+    is_stride = [len(monomial) > 1 and set(monomial).isdisjoint(index) for monomial in offsets]
+    return not all(is_stride)
 
 
 def _is_moved(value: Value, sink: Op) -> bool:

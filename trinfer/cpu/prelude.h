@@ -221,6 +221,14 @@ T_CALL void t_assert_failed(const char* kernel, const char* line, const char* me
     __atomic_compare_exchange((TYPE*)p, &expected, &v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); return expected; }
 T_INT_ATOMICS(i32, int32_t, uint32_t)
 T_INT_ATOMICS(i64, int64_t, uint64_t)
+/* compares bits, of floats too */
+#define T_SWAPS(ELEM, REGISTER, LOAD, STORE) \
+  T_INLINE REGISTER t_atomic_cas_##ELEM(void* p, REGISTER expected, REGISTER v) { \
+    uint16_t e = STORE(expected), n = STORE(v); \
+    __atomic_compare_exchange((uint16_t*)p, &e, &n, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); return LOAD(e); }
+T_SWAPS(i16, int16_t, (int16_t), (uint16_t))
+T_SWAPS(f16, float, t_from_f16, t_raw_f16)
+T_SWAPS(bf16, float, t_from_bf16, t_raw_bf16)
 T_EXCHANGES(i32, int32_t)
 T_EXCHANGES(i64, int64_t)
 T_EXCHANGES(f32, float)

@@ -123,9 +123,12 @@ def parse_type(text: str) -> Type:
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
-    """Split at separators that stand outside all brackets."""
-    parts, depth, start = [], 0, 0
+    """Split at separators that stand outside all brackets and quotes."""
+    parts, depth, start, quoted = [], 0, 0, False
     for i, c in enumerate(text):
+        quoted ^= c == '"'
+        if quoted:
+            continue
         if c in "<([{":
             depth += 1
         elif c in ")]}" or (c == ">" and text[i - 1] != "-"):
@@ -294,12 +297,15 @@ class Parser:
 
     def plain(self, op: Op, text: str) -> list[Type]:
         body, *types = split_top(text, " : ") or [""]
+        if types and types[0].startswith("%"):
+            # tt.print has its operands behind its attributes
+            body += " " + types.pop(0)
         op.types = " : ".join(types)
         for block, args in re.findall(r"\^(\w+)(?:\((.*?)\))?", body):
             op.successors.append((block, [self.use(x) for x in re.findall(_NAME, args.split(":")[0])]))
         bare = re.sub(r'"[^"]*"|\{.*?\}|\^\w+(\(.*?\))?', "", body)
         op.operands = [self.use(x) for x in re.findall(_NAME, bare)]
-        op.attrs = re.sub(_NAME, "", body)
+        op.attrs = re.sub(rf'("[^"]*")|{_NAME}', lambda m: m[1] or "", body)
         return self.result_types(op)
 
     def result_types(self, op: Op) -> list[Type]:
