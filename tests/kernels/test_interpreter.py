@@ -17,7 +17,7 @@ IS_BROKEN = triton.__version__.startswith("3.6.") and tuple(map(int, np.__versio
 
 @pytest.mark.skipif(IS_BROKEN, reason="the interpreter of triton 3.6 needs numpy below 2.4")
 @pytest.mark.parametrize("name", interpreted.CASES)
-def test_interpreter_agrees(name, results):
+def test_u106_interpreter_agrees(name, results):
     assert results[name] == "ok"
 
 

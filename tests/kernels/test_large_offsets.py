@@ -47,7 +47,7 @@ class TestOffsetsBeyond32Bits:
     x = make((2, 3, 48), torch.float16, 0)
     w = make((3, 48), torch.float16, 1)
 
-    def test_norms_and_activations(self):
+    def test_u018_norms_and_activations(self):
         x, far = self.x[:, 0], far_apart(self.x[:, 0])
         w = self.w[0]
         assert torch.equal(rms_norm(far, w, 1e-6, residual=far)[0], rms_norm(x, w, 1e-6, residual=x)[0])
@@ -56,7 +56,7 @@ class TestOffsetsBeyond32Bits:
         )
         assert torch.equal(gated_activation(far, far, "silu"), gated_activation(x, x, "silu"))
 
-    def test_products_of_small_strides(self):
+    def test_u018_products_of_small_strides(self):
         # each factor fits 32 bits, row times stride does not: 319 * 7,864,320 = 2,508,718,080
         x, w = make((320, 48), torch.float16, 2), self.w
         far = far_apart(x, 0, 7_864_320)
@@ -72,11 +72,11 @@ class TestOffsetsBeyond32Bits:
         options = {"sm_scale": 0.2, "is_causal": True}
         assert torch.equal(attention(cache, cache, cache, **options), attention(k, k, k, **options))
 
-    def test_embedding(self):
+    def test_u018_embedding(self):
         ids = torch.tensor([2, 0, 1])
         assert torch.equal(embedding(ids, far_apart(self.w)), self.w[ids])
 
-    def test_products(self):
+    def test_u018_products(self):
         x, w = self.x[:, 0], self.w
         assert torch.equal(matmul(far_apart(x), w), matmul(x, w))
         # one row a block, so that the second block starts beyond 2**31
@@ -84,7 +84,7 @@ class TestOffsetsBeyond32Bits:
         assert_close(gemv(x, far_apart(w)), y, torch.float16)
         assert_close(matmul(x, far_apart(w)), y, torch.float16)
 
-    def test_rotary(self):
+    def test_u018_rotary(self):
         q, cos = self.x[None].repeat(2, 1, 1, 1), self.w[None]
         expected = rotary(q, q, cos, cos)
         for dim in (0, 1, 2):
@@ -93,7 +93,7 @@ class TestOffsetsBeyond32Bits:
                 assert torch.equal(y, e)
 
     @pytest.mark.parametrize("dim", [0, 1, 2])
-    def test_attention(self, dim):
+    def test_u018_attention(self, dim):
         q, k, v = (make((2, 2, n, 48), torch.float16, n) for n in (3, 4, 5))
         k = v = v[:, :, :4]
         options = {"sm_scale": 0.2, "is_causal": True}

@@ -24,7 +24,7 @@ def jit_functions(tree):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_masked_loads_say_what_masked_lanes_hold(path):
+def test_u020_masked_loads_say_what_masked_lanes_hold(path):
     for call in calls(ast.parse(path.read_text()), "load"):
         names = {keyword.arg for keyword in call.keywords}
         assert len(call.args) == 1, f"{path.name}:{call.lineno}: pass mask and other by name"
