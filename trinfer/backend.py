@@ -64,10 +64,7 @@ def why_reference() -> str:
         return (
             "the tensors are on the CPU of a machine with a GPU; move the model to the GPU: model.to('cuda')"
         )
-    return (
-        "no C compiler was found (looked at $CC, cc, gcc, clang); install one, e.g. apt-get install gcc, "
-        "or set CC=/path/to/cc"
-    )
+    return cpu.NO_COMPILER
 
 
 @functools.cache

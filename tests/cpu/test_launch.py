@@ -1,17 +1,13 @@
 """Launches: grids, arguments, threads, options, what a kernel prints and what it is refused for."""
 
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-import trinfer
+from tests.cpu import processes
 from tests.cpu.arrays import normal, poisoned
 
 
@@ -138,12 +134,6 @@ def test_device_print(capfd):
     assert [line.split(": ")[1] for line in lines[8:]] == ["0x000000ff", "0x00000100"]
 
 
-def environment() -> dict[str, str]:
-    """Of a new process that imports the trinfer under test."""
-    paths = [str(Path(trinfer.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
 ASSERTS = """
 import torch, triton, triton.language as tl
 from trinfer import backend
@@ -163,11 +153,14 @@ _assert_kernel[(1,)](torch.full((4,), 7.0), N=4, debug=True)
 
 def test_device_assert(tmp_path):
     path = tmp_path / "asserts.py"
-    path.write_text(ASSERTS)
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment())
-    assert done.stdout == "passed\n" and done.returncode != 0
-    assert "kernel _assert_kernel" in done.stderr and "asserts.py:9" in done.stderr
-    assert 'not "below" 3%' in done.stderr
+    path.write_text(processes.ROOMS + ASSERTS)
+    line = 1 + path.read_text().splitlines().index(
+        next(s for s in ASSERTS.splitlines() if "device_assert" in s)
+    )
+    process = processes.start(path)
+    out, err = process.communicate()
+    assert out == "passed\n" and process.returncode != 0
+    assert "kernel _assert_kernel" in err and f"asserts.py:{line}" in err and 'not "below" 3%' in err
 
 
 @triton.jit

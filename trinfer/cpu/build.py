@@ -6,14 +6,20 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 compile_listeners: list[Callable[[str], None]] = []
 """Called with the name of a kernel when its C compilation starts; nothing is called for a cached kernel."""
+
+NO_COMPILER = (
+    "no C compiler works here (tried $CC, cc, gcc, clang); install one with its headers, e.g. "
+    "apt-get install gcc libc6-dev, or set CC=/path/to/cc"
+)
 
 _HERE = Path(__file__).parent
 _FLAGS = (
@@ -25,12 +31,13 @@ _FLAGS = (
 )
 
 
+@functools.cache
 def find_compiler() -> str | None:
-    """The C compiler: $CC, cc, gcc or clang, whichever is found first; None if there is none."""
-    wanted = os.environ.get("CC")
-    return next(
-        (path for name in (wanted, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None
-    )
+    """The C compiler: the first of $CC, cc, gcc and clang that makes a library; None if none does."""
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    present = (name for name in names if name and shutil.which(shlex.split(name)[0]))
+    # a compiler without headers or linker is as good as none
+    return next((name for name in present if _compile(name, '#include "prelude.h"', "probe")[0]), None)
 
 
 @functools.cache
@@ -65,14 +72,12 @@ def version() -> str:
     for path in sorted(_HERE.glob("*.*")):
         digest.update(path.read_bytes())
     cc = find_compiler()
-    banner = (
-        subprocess.run([cc, "--version"], capture_output=True, text=True, check=False).stdout if cc else ""
-    )
+    banner = _run(cc, "--version").stdout if cc else ""
     digest.update("\n".join([cc or "", banner, *_flags(), platform.machine(), *features()]).encode())
     return digest.hexdigest()
 
 
-def build(source: str, name: str, flags: list[str] | None = None) -> bytes:
+def build(source: str, name: str, flags: Sequence[str] = ()) -> bytes:
     """Compile C to a shared object.
 
     Raises:
@@ -80,14 +85,26 @@ def build(source: str, name: str, flags: list[str] | None = None) -> bytes:
     """
     cc = find_compiler()
     if cc is None:
-        raise RuntimeError(
-            "no C compiler was found (looked at $CC, cc, gcc, clang); install one, e.g. apt-get install gcc"
-        )
+        raise RuntimeError(NO_COMPILER)
+    binary, message = _compile(cc, source, name, flags)
+    if not binary:
+        raise RuntimeError(f"{cc} cannot compile kernel {name}:\n{message[:4000]}")
+    return binary
+
+
+def _compile(cc: str, source: str, name: str, flags: Sequence[str] = ()) -> tuple[bytes, str]:
+    """The shared object (empty if there is none), and what the compiler says."""
     with tempfile.TemporaryDirectory() as folder:
         text, binary = Path(folder, f"{name[:100]}.c"), Path(folder, "out.so")
         text.write_text(source)
-        command = [cc, *_flags(), *(flags or []), f"-I{_HERE}", str(text), "-o", str(binary), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{cc} cannot compile kernel {name}:\n{done.stderr[:4000]}")
-        return binary.read_bytes()
+        files = [f"-I{_HERE}", str(text), "-o", str(binary), "-lm"]
+        try:
+            done = _run(cc, *_flags(), *flags, *files)
+        except OSError as error:
+            return b"", str(error)
+        is_made = done.returncode == 0 and binary.exists()
+        return binary.read_bytes() if is_made else b"", done.stderr or f"exit status {done.returncode}"
+
+
+def _run(cc: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*shlex.split(cc), *arguments], capture_output=True, text=True, check=False)
