@@ -154,11 +154,13 @@ def _disturbs(plan: Plan, write: Op, load: Op) -> bool:
     """
     if write.name not in WRITES:
         return False
+    if _is_moved(load.results[0], write):
+        return True
     # by identity, because names are unique within a region only
     symbols = Affine(lambda v: f"{'*' if v.type.is_ptr else ''}{id(v)}", plan.advanced.get)
     index = tuple(f"i{d}" for d in range(len(load.results[0].type.shape or ())))
     read, written = (symbols.poly(op.operands[0], index) for op in (load, write))
-    if read is None or written is None or _is_moved(load.results[0], write):
+    if read is None or written is None:
         return True
     difference = add(read, written, -1)
     offsets = [monomial for monomial in difference if not any(name.startswith("*") for name in monomial)]
