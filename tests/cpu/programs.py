@@ -63,6 +63,8 @@ def main(first: int, last: int) -> None:
     failures = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(first, last):
+            # the last number before a crash
+            print(f"\r{seed}", end="", file=sys.stderr, flush=True)
             try:
                 check(seed, Path(folder))
             except (AssertionError, RuntimeError, ValueError, KeyError, TypeError) as error:

@@ -228,9 +228,8 @@ def _histogram_kernel(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr, BINS: tl.constexpr
     tl.store(y_ptr + tl.arange(0, BINS), tl.histogram(x, BINS, mask=offs_n < N))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_histogram_counts_what_lies_in_its_bins(dtype):
-    x, y = integers(-5, 70, 1000, dtype=dtype), poisoned(64, dtype=torch.int32)
+def test_histogram_counts_what_lies_in_its_bins():
+    x, y = integers(-5, 70, 1000), poisoned(64, dtype=torch.int32)
     _histogram_kernel[(1,)](x, y, 1000, BLOCK_N=1024, BINS=64)
     assert y.tolist() == torch.bincount(x[(x >= 0) & (x < 64)], minlength=64).tolist()
 

@@ -74,7 +74,11 @@ class Writer:
         found = [t for t in self.tiles if t.shape in shapes.split() and t.kind in kind]
         if not found or self.random.random() < 0.15:
             return self.load(self.random.choice(shapes.split()), self.random.choice(kind))
-        return found[-1 - min(int(self.random.expovariate(0.5)), len(found) - 1)]
+        tile = found[-1 - min(int(self.random.expovariate(0.5)), len(found) - 1)]
+        if len(found) > 1 and self.random.random() < 0.2:
+            # not used again: its array may be written over
+            self.tiles.remove(tile)
+        return tile
 
     # ---- addresses and masks
 
@@ -216,10 +220,10 @@ class Writer:
         acc = self.fresh("p")
         self.line(f"{acc} = tl.dot({left}, {right}, input_precision='ieee')")
         if self.M == self.N:
-            c = self.pick("MN", "f")
-            self.define(
-                f"tl.dot({left}, {right}, {c.name}, input_precision='ieee')", "MN", "f", c.bound + (1 << 16)
-            )
+            c = a if self.random.random() < 0.4 else self.pick("MN", "f")
+            start = self.random.choice([c.name, f"{c.name} * 2"])
+            text = f"tl.dot({left}, {right}, {start}, input_precision='ieee')"
+            self.define(text, "MN", "f", 2 * c.bound + (1 << 16))
         self.define(f"tl.sum({acc}, 1, keep_dims=True)", "M1", "f", 1 << 17)
 
     def store(self) -> None:
@@ -258,6 +262,9 @@ class Writer:
         kept, loops = list(self.tiles), self.loops
         self.depth += 1
         self.loops += (loop,) if loop else ()
+        for tile in self.random.sample(kept, min(2, len(kept))) if loop else ():
+            # an array from outside that every iteration reads anew
+            self.define(f"{tile.name} + {loop}", tile.shape, tile.kind, tile.bound + 9)
         for _ in range(size):
             self.statement()
         outer = [t for t in kept if t in self.carried()]
