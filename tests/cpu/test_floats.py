@@ -183,19 +183,20 @@ def _ends_kernel(a_ptr, b_ptr, y_ptr, BLOCK_N: tl.constexpr):
     tl.store(y_ptr + 7 * BLOCK_N + offs_n, tl.where(~(a < b), 1.0, 0.0))
     tl.store(y_ptr + 8 * BLOCK_N + offs_n, tl.clamp(a, -1.0, 1.0, propagate_nan=tl.PropagateNan.ALL))
     tl.store(y_ptr + 9 * BLOCK_N + offs_n, a % b)
+    tl.store(y_ptr + 10 * BLOCK_N + offs_n, tl.div_rn(a, b))
 
 
 def test_infinities_and_nans():
     ends = torch.tensor([0.0, -0.0, 1.0, -2.5, 1e-40, 3e38, math.inf, -math.inf, math.nan])
     grid = torch.cartesian_prod(ends, ends)
     a, b = (torch.nn.functional.pad(x, (0, 128 - len(grid)), value=1.0) for x in grid.T)
-    y = poisoned(10, 128)
+    y = poisoned(11, 128)
     _ends_kernel[(1,)](a.contiguous(), b.contiguous(), y, BLOCK_N=128)
     with np.errstate(invalid="ignore"):
         modulo = np.fmod(a.numpy(), b.numpy())
     rows = [torch.fmax(a, b), torch.fmin(a, b), torch.maximum(a, b), torch.minimum(a, b), a / b]
     rows += [(a < b) + 2.0 * (a == b), (a >= b) + 2.0 * (a != b), (~(a < b)).float()]
-    rows += [a.clamp(-1, 1), torch.from_numpy(modulo)]
+    rows += [a.clamp(-1, 1), torch.from_numpy(modulo), a / b]
     for k, expected in enumerate(rows):
         same = (y[k] == expected) | (y[k].isnan() & expected.isnan())
         assert same.all(), (k, a[~same], b[~same], y[k][~same])
@@ -212,6 +213,7 @@ FUNCTIONS = {
     "sin": (np.sin, 2),
     "cos": (np.cos, 2),
     "sqrt": (np.sqrt, 0.5),
+    "sqrt_rn": (np.sqrt, 0.5),
     "rsqrt": (lambda x: 1 / np.sqrt(x), 2),
 }
 """The function in float64, and the largest error in units in the last place of the float32 result."""
@@ -246,7 +248,7 @@ def ulps(actual: Tensor, truth: np.ndarray) -> np.ndarray:
 def wide_range(name: str, count: int) -> Tensor:
     """Numbers where the function is neither 0 nor infinite: spread evenly, and by their exponents."""
     random = np.random.default_rng(0)
-    positive = name in ("log", "log2", "sqrt", "rsqrt")
+    positive = name in ("log", "log2", "sqrt", "sqrt_rn", "rsqrt")
     bound = {"exp": 88, "exp2": 127, "sin": 1e4, "cos": 1e4, "sigmoid": 80}.get(name, 10)
     even = random.uniform(-bound, bound, count)
     small = np.exp2(random.uniform(-126, 128 if positive else math.log2(bound), count))
@@ -277,6 +279,7 @@ ENDS = {
     "sin": {INF: NAN, -INF: NAN, NAN: NAN, 0.0: 0, TINY: TINY},
     "cos": {INF: NAN, -INF: NAN, NAN: NAN, 0.0: 1, TINY: 1},
     "sqrt": {INF: INF, -INF: NAN, NAN: NAN, 0.0: 0, -1.0: NAN, 4.0: 2, TINY: 3.7433921e-23},
+    "sqrt_rn": {INF: INF, NAN: NAN, 0.0: 0, -1.0: NAN, 4.0: 2},
     "rsqrt": {INF: 0, -INF: NAN, NAN: NAN, 0.0: INF, -1.0: NAN, 4.0: 0.5},
 }
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.cpu import processes
 from tests.cpu.arrays import normal, poisoned
@@ -204,6 +205,19 @@ def test_unsupported_ops_are_named_with_kernel_and_line(kernel, where, text):
     assert "tt.elementwise_inline_asm" in message and kernel.__name__ in message
     assert f"test_launch.py:{line_of(where, text)}:" in message
     assert isinstance(error.value, NotImplementedError)
+
+
+@triton.jit
+def _host_descriptor_kernel(x, y_ptr, N: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, N), tl.reshape(x.load([0, 0]), (N,)))
+
+
+def test_descriptors_made_on_the_host_are_refused():
+    x = TensorDescriptor(normal(16, 16), [16, 16], [16, 1], [1, 16])
+    with pytest.raises(
+        NotImplementedError, match=r"tensordesc<.*> is not supported .*make_tensor_descriptor"
+    ):
+        _host_descriptor_kernel[(1,)](x, poisoned(16), N=16)
 
 
 @triton.jit

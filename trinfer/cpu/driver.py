@@ -51,6 +51,15 @@ def _load_openmp() -> None:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
+def _format(kind: str) -> str:
+    if kind not in _FORMATS:
+        raise NotImplementedError(
+            f"a kernel argument of type {kind} is not supported by the CPU backend; allowed are tensors and "
+            "numbers; a tensor descriptor can be made in the kernel: tl.make_tensor_descriptor"
+        )
+    return _FORMATS[kind]
+
+
 def _flat(values: Sequence[Any]) -> list[Any]:
     """Arguments with tuples taken apart, as the signature of the kernel has them."""
     flat: list[Any] = []
@@ -66,7 +75,7 @@ class Launcher:
         kinds = _flat(list(src.signature.values()))
         self.has_tuples = any(isinstance(kind, tuple) for kind in src.signature.values())
         self.kept = [(i, kind[0] == "*") for i, kind in enumerate(kinds) if kind != "constexpr"]
-        codes = ["P" if pointer else _FORMATS[kinds[i]] for i, pointer in self.kept]
+        codes = ["P" if pointer else _format(kinds[i]) for i, pointer in self.kept]
         self.pack = struct.Struct("@iii" + "".join(codes)).pack
         self.launch = runtime().launch
         self.metadata = metadata
