@@ -35,7 +35,7 @@ def runtime() -> ctypes.CDLL:
     cache = get_cache_manager(version())
     path = cache.get_file("runtime.so")
     if path is None:
-        path = cache.put(build(source, "runtime", ["-fopenmp"]), "runtime.so", binary=True)
+        path = cache.put(build(source, "runtime"), "runtime.so", binary=True)
     _load_openmp()
     library = ctypes.CDLL(path)
     library.launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
@@ -44,11 +44,11 @@ def runtime() -> ctypes.CDLL:
 
 
 def _load_openmp() -> None:
-    """Make the OpenMP runtime inside torch's wheel visible to libraries loaded later."""
-    for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*")) + sorted(
-        Path(torch.__file__).parents[1].glob("torch.libs/libgomp*")
-    ):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    """Make the OpenMP runtime of torch (in its wheel, or the system's) visible to libraries loaded later."""
+    torch_folder = Path(torch.__file__).parent
+    bundled = [*torch_folder.glob("lib/libgomp*"), *torch_folder.parent.glob("torch.libs/libgomp*")]
+    for path in sorted(map(str, bundled)) or ["libgomp.so.1"]:
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
 def _format(kind: str) -> str:

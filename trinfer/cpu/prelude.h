@@ -117,6 +117,13 @@ T_INLINE int64_t t_mulhi_i64(int64_t a, int64_t b) {
   return (int64_t)(((unsigned __int128)(uint64_t)a * (uint64_t)b) >> 64);
 }
 
+/* ---- reductions: those of OpenMP start at the largest finite number in clang */
+
+#pragma omp declare reduction(t_max : float, double : omp_out = omp_out < omp_in ? omp_in : omp_out) \
+  initializer(omp_priv = -INFINITY)
+#pragma omp declare reduction(t_min : float, double : omp_out = omp_out > omp_in ? omp_in : omp_out) \
+  initializer(omp_priv = INFINITY)
+
 /* ---- functions of float, without branches so that loops over them vectorise; errors in units of 2^-24 relative */
 
 /* 2^n for an integer -253 <= n <= 254, in two factors so that the ends become 0 and infinity gradually */

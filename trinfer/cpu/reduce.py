@@ -96,7 +96,8 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
     place = _result(emitter, op)
     acc = emitter.fresh("acc")
     nest = Nest(emitter, value.type.shape or (), axis)
-    nest.pragma += f" reduction({operator}:{acc})"
+    own = value.type.is_float and operator in ("max", "min")
+    nest.pragma += f" reduction({'t_' if own else ''}{operator}:{acc})"
     # outer loops whose accumulator has been declared
     declared: set[Loop] = set()
 
