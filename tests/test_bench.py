@@ -46,6 +46,19 @@ def test_different_tokens_give_no_ratio(args: argparse.Namespace, monkeypatch: p
         generate.compare(args)
 
 
+@needs_kernels
+def test_16_bits_may_choose_other_tokens_of_equal_likelihood(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args.dtype = "bf16"
+    result = generate.compare(args)
+    assert 0 <= result["perplexity_difference"] <= generate.PERPLEXITY_LIMIT
+    likelihoods = iter([1.0, 1.006])
+    monkeypatch.setattr(generate, "mean_nll", lambda *_: next(likelihoods))
+    with pytest.raises(SystemExit, match=r"perplexity differs from transformers' by 0\.60%"):
+        generate.compare(args)
+
+
 def test_no_launch_gives_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "measure", lambda *_: (torch.tensor([1]), 1.0, 1.0))
     monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter()))
