@@ -1,5 +1,6 @@
 # make demo: install, then answer on two small models through trinfer's kernels
-# make test: install, then run every test that needs no GPU
+# make test: install, then run every test that needs no GPU, those of the kernels once more under the sanitizer
+# make aot: compile every kernel in every configuration for four GPUs, with no GPU at hand
 # make lint: ruff and mypy
 # A second call installs nothing: a stamp file in the venv is newer than pyproject.toml and constraints.txt.
 
@@ -8,16 +9,22 @@ VENV ?= .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check --quiet
 # an exact version takes the small CPU build of torch
 TORCH := $(shell grep '^torch==' constraints.txt)
+# tests share nothing but the cache of compiled kernels; some groups share a loaded model
+PARALLEL := --numprocesses auto --dist loadgroup
 INSTALL := $(PIP) install --constraint constraints.txt $(TORCH)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint
+.PHONY: demo test aot lint
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/trinfer demo
 
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest $(PARALLEL)
+	TRINFER_CPU_CHECK=1 $(VENV)/bin/python -m pytest $(PARALLEL) tests/kernels
+
+aot: $(VENV)/.test
+	$(VENV)/bin/python -m tests.aot
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check

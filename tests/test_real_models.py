@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ BATCH = 5
 LARGEST_LOGIT_DIFFERENCE = 1e-3
 PROSE_TOKENS = 2000
 
-pytestmark = pytest.mark.slow
+# one process: the answers of transformers are computed once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real models")]
 
 
 def prompts() -> list[str]:
@@ -118,12 +120,13 @@ def test_greedy_tokens_of_each_prompt_alone_equal_eager(
 def test_logits_of_every_step_are_close_to_eager(
     answers: list[tuple[Tensor, Tensor]],
     references: list[Reference],
-    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     pairs = [(logits, r.logits) for (_, logits), r in zip(answers, references, strict=True)]
     largest = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
-    with capsys.disabled():
-        print(f"\nlargest logit difference over {len(pairs)} x {NEW_TOKENS} steps: {largest:.2e}")
+    record_property(
+        "measured", f"largest logit difference over {len(pairs)} x {NEW_TOKENS} steps: {largest:.2e}"
+    )
     assert largest <= LARGEST_LOGIT_DIFFERENCE
 
 
@@ -144,15 +147,14 @@ def test_greedy_tokens_of_left_padded_batches_equal_eager(
 
 @torch.inference_mode()
 def test_logits_of_one_forward_are_close_to_eager(
-    engine: Any, references: list[Reference], capsys: pytest.CaptureFixture[str]
+    engine: Any, references: list[Reference], record_property: Callable[[str, object], None]
 ) -> None:
     largest = 0.0
     for reference in references:
         ids = torch.cat([reference.ids[0], reference.tokens])[None]
         logits = engine(ids).logits[0, reference.ids.shape[1] - 1 : -1]
         largest = max(largest, float((logits - reference.logits).abs().max()))
-    with capsys.disabled():
-        print(f"\nlargest logit difference in one forward of all tokens: {largest:.2e}")
+    record_property("measured", f"largest logit difference in one forward of all tokens: {largest:.2e}")
     assert largest <= LARGEST_LOGIT_DIFFERENCE
 
 
@@ -163,26 +165,27 @@ def perplexity(model: Any, ids: Tensor) -> float:
 
 
 def test_perplexity_in_bfloat16_is_that_of_transformers(
-    tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    tokenizer: PreTrainedTokenizerBase, record_property: Callable[[str, object], None]
 ) -> None:
     ids = tokenizer((DATA / "prose.txt").read_text(), return_tensors="pt").input_ids[:, :PROSE_TOKENS]
     assert ids.shape[1] == PROSE_TOKENS
     expected = perplexity(load("smollm2", torch.bfloat16)[0], ids)
     found = perplexity(injected("smollm2", torch.bfloat16, PROSE_TOKENS), ids)
-    with capsys.disabled():
-        print(f"\nbfloat16 perplexity over {PROSE_TOKENS} tokens: {found:.4f}, transformers {expected:.4f}")
+    record_property(
+        "measured",
+        f"bfloat16 perplexity over {PROSE_TOKENS} tokens: {found:.4f}, transformers {expected:.4f}",
+    )
     assert abs(found / expected - 1) <= 0.005
 
 
 def test_minilm_embeddings_point_where_those_of_transformers_point(
-    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     model, tokenizer = load("minilm")
     batch = tokenizer((DATA / "sentences.txt").read_text().splitlines(), padding=True, return_tensors="pt")
     assert int(batch["attention_mask"].min()) == 0, "nothing was padded"
     cosines = (embed(model, batch) * embed(injected("minilm"), batch)).sum(-1)
-    with capsys.disabled():
-        print(f"\nsmallest cosine over {len(cosines)} sentences: {float(cosines.min()):.8f}")
+    record_property("measured", f"smallest cosine over {len(cosines)} sentences: {float(cosines.min()):.8f}")
     assert float(cosines.min()) >= 0.9999
 
 

@@ -97,6 +97,14 @@ def multiprocessor_count(device: torch.device) -> int:
 
 
 @functools.cache
+def shared_bytes() -> int:
+    """Shared memory in bytes that one block may use on the current GPU."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    # on an NVIDIA GPU more than the default is granted on request, which Triton makes
+    return getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+
+
+@functools.cache
 def device_slug(device: torch.device) -> str:
     """Name of the device class as a folder name, e.g. `nvidia_h200` or `cpu_x86_64_avx512_bf16`."""
     if device.type == "cuda":

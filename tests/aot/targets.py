@@ -1,0 +1,192 @@
+"""Compile a launch for a GPU that is not there, and read what the compiler made of it.
+
+A launcher is called with meta tensors while its launch is caught; the kernel is then compiled through
+Triton's own specialisation for a driver that names a target and owns no device.
+"""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from trinfer import autotune, backend
+from trinfer.autotune import Config
+from trinfer.kernels.op import Op
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU architecture: how Triton names it, and the shared memory one block may use."""
+
+    gpu: GPUTarget
+    shared_bytes: int
+    multiprocessors: int
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, 108),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, 132),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, 148),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, 304),
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one compiled kernel needs and uses."""
+
+    kernel: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    has_dot: bool
+    uses_matrix_units: bool
+    loads_128_bits: bool
+    seconds: float
+
+
+class NoDevice(DriverBase):
+    """A driver that answers what the compiler asks, for a GPU that is not there."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        super().__init__()
+        self.target = target
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Never found by itself."""
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """Only launchers ask, and nothing is launched."""
+        raise NotImplementedError(ty)
+
+    def get_current_target(self) -> GPUTarget:
+        """What to compile for."""
+        return self.target
+
+    def get_current_device(self) -> Any:
+        """A key of its own for the caches inside a JITFunction."""
+        return self.target
+
+    def get_current_stream(self, device: Any) -> int:
+        """No work is queued."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Tensors without memory."""
+        return torch.device("meta")
+
+    def get_benchmarker(self) -> Callable[..., Any]:
+        """Nothing can be timed."""
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def as_if_on(target: Target) -> Iterator[None]:
+    """Launchers inside the `with` block believe in a GPU of `target`."""
+    # the rule for a key is remembered, and here it answers for another machine
+    autotune._analytic.cache_clear()
+    with (
+        mock.patch.object(backend, "kind", lambda: "gpu"),
+        mock.patch.object(backend, "runs_triton", lambda x: True),
+        mock.patch.object(backend, "shared_bytes", lambda: target.shared_bytes),
+        mock.patch.object(backend, "multiprocessor_count", lambda device: target.multiprocessors),
+    ):
+        yield
+    autotune._analytic.cache_clear()
+
+
+def caught_launches(launch: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """(kernel, arguments, options) of every launch that `launch` makes; none of them runs."""
+    caught = []
+
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        caught.append((kernel, args, {k: v for k, v in options.items() if k not in ("grid", "warmup")}))
+
+    with mock.patch.object(triton.runtime.jit.JITFunction, "run", run):
+        launch()
+    return caught
+
+
+def compile_launch(launch: Callable[[], Any], target: Target) -> list[Facts]:
+    """Compile every kernel that `launch` would start on a GPU of `target`."""
+    # activates the driver of this machine, to come back to
+    backend.kind()
+    with as_if_on(target):
+        launches = caught_launches(launch)
+    previous = triton.runtime.driver.active
+    triton.runtime.driver.set_active(NoDevice(target.gpu))
+    try:
+        return [_compile(kernel, args, options) for kernel, args, options in launches]
+    finally:
+        triton.runtime.driver.set_active(previous)
+
+
+def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Facts:
+    start = time.perf_counter()
+    compiled = kernel.run(*args, grid=(1,), warmup=True, **options)
+    seconds = time.perf_counter() - start
+    asm = compiled.asm
+    if "ptx" in asm:
+        registers, spilled = _cubin_resources(asm["cubin"])
+        matrix = re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", asm["ptx"])
+        wide = re.search(
+            r"ld\.global\S*\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)|cp\.async\S+ [^;]*, 0x10", asm["ptx"]
+        )
+    else:
+        text = asm["amdgcn"]
+        registers, spilled = _number("vgpr_count", text), 4 * _number("vgpr_spill_count", text)
+        matrix, wide = re.search(r"\bv_mfma", text), re.search(r"(global|buffer)_load_dwordx4", text)
+    return Facts(
+        kernel=kernel.__name__,
+        registers=registers,
+        spilled_bytes=spilled,
+        shared_bytes=compiled.metadata.shared,
+        has_dot="tt.dot" in asm["ttir"],
+        uses_matrix_units=bool(matrix),
+        loads_128_bits=bool(wide),
+        seconds=round(seconds, 2),
+    )
+
+
+def _number(name: str, text: str) -> int:
+    found = re.search(rf"\.{name}:\s+(\d+)", text)
+    return int(found[1]) if found else 0
+
+
+def _cubin_resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and the bytes it keeps in local memory because they did not fit."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"{CUOBJDUMP} printed no resource usage: {text}")
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def compile_op(op: Op, arguments: dict[str, Any], config: Config | None, target: Target) -> list[Facts]:
+    """Compile the launch of `op` with meta tensors `arguments`; `config` overrides the default."""
+
+    def launch() -> None:
+        with autotune.pin(op, config or {}):
+            op.launcher(**arguments)
+
+    return compile_launch(launch, target)
