@@ -1,6 +1,6 @@
 """Greedy decoding through trinfer against transformers' own eager code, interleaved in one process.
 
-    python bench/generate.py --model smollm2 --dtype fp32
+    python -m bench.generate --model smollm2 --dtype fp32
 
 Writes bench/results/<device>.json and a picture beside it. No ratio is printed unless trinfer's kernels were
 launched and both sides say the same: float32 the same tokens; 16 bits, where rounding may choose the other of
@@ -11,18 +11,16 @@ import argparse
 import datetime
 import json
 import math
-import os
-import platform
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers.generation.streamers import BaseStreamer
 
 import trinfer
+from bench.machine import machine
 from trinfer import backend, checkpoint
 from trinfer.kernels.op import count_launches
 
@@ -152,50 +150,6 @@ def row(args: argparse.Namespace, runs: dict[str, list[tuple[float, float]]]) ->
         other = "transformers" if better == "trinfer" else "trinfer"
         result[f"{what}_ratio"] = round(result[better][what] / result[other][what], 3)
     return result
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What has to be known to read the numbers."""
-    if device.type == "cuda":
-        processor, memory = (
-            torch.cuda.get_device_name(device),
-            torch.cuda.get_device_properties(device).total_memory,
-        )
-    else:
-        processor, memory = cpu_name(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "device": processor,
-        "memory_gib": round(memory / 2**30, 1),
-        "backend": backend.kind(),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton_version(),
-        "transformers": transformers.__version__,
-        "trinfer": trinfer.__version__,
-    }
-
-
-def cpu_name() -> str:
-    """The processor's own name for itself, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return names[0].partition(":")[2].strip() if names else platform.processor()
-
-
-def triton_version() -> str:
-    """Version of triton, or `none`."""
-    if not backend.has_triton():
-        return "none"
-    import triton
-
-    return triton.__version__
 
 
 def save(result: dict[str, Any], facts: dict[str, Any], folder: Path) -> Path:

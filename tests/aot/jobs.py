@@ -7,16 +7,12 @@ from typing import Any
 
 import torch
 
+from bench.run import MODELS
 from tests.aot.targets import TARGETS, Facts, compile_op
 from trinfer.autotune import Config
 from trinfer.kernels import OPS
 from trinfer.kernels.op import Op
 
-# SmolLM2-135M and Llama-3-8B, the first shape letters of trinfer.kernels
-MODELS = {
-    "smollm2": {"B": 1, "H": 9, "G": 3, "N": 1536, "K": 576, "D": 64, "R": 64, "V": 49152, "E": 8},
-    "llama3": {"B": 1, "H": 32, "G": 8, "N": 4096, "K": 4096, "D": 128, "R": 128, "V": 128256, "E": 8},
-}
 # one token, a small batch, a prompt
 ROWS = (1, 8, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
