@@ -1,7 +1,6 @@
 """Element offsets beyond 2**31: memory that is reserved but, except for a few pages, never touched."""
 
 import mmap
-import os
 import sys
 
 import pytest
@@ -39,9 +38,6 @@ def far_apart(rows, dim=0, stride=STRIDE):
     return x
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRINFER_CPU_CHECK") == "1", reason="the sanitizer keeps a map of every byte"
-)
 @pytest.mark.skipif(sys.platform != "linux", reason="reserves memory without using it")
 class TestOffsetsBeyond32Bits:
     x = make((2, 3, 48), torch.float16, 0)

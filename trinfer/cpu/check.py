@@ -1,9 +1,8 @@
 """Checked launches (TRINFER_CPU_CHECK=1): what a sanitizer finds on a GPU, found on every launch on a CPU.
 
-Reported with the kernel, the argument and the source line: an access outside of an argument, one program
-reading what
-another writes, two programs writing different values to one element, and elements of an output that no
-program wrote.
+Reported with the kernel, the argument and the source line: an access outside of an argument or between its
+elements, one program reading what another writes, two programs writing different values to one element,
+atomic updates mixed with other accesses, and elements of an output that no program wrote.
 An output is an argument that the kernel only stores to; arguments named `*cache*` may be written in part.
 """
 
@@ -18,8 +17,11 @@ import torch
 
 from trinfer.cpu.build import build, version
 
-_KINDS = ("OUTSIDE", "READ_OF_WRITTEN", "WRITE_OF_READ", "WRITE_OF_WRITTEN")
-_MOST = 8
+_KINDS = ("OUTSIDE", "BETWEEN", "RACE")
+_DID = ("reads", "writes", "updates")
+_MOST, _MOST_DIMS = 8, 8
+_SHADOW = 72
+"""Bytes of the shadow of one element: `struct element` in check.c."""
 
 
 def is_checking() -> bool:
@@ -39,11 +41,19 @@ class _Site(ctypes.Structure):
         ("args", ctypes.c_uint64),
         ("bytes", ctypes.c_int),
         ("site", ctypes.c_int),
+        ("is_anywhere", ctypes.c_int),
     ]
 
 
 class _Range(ctypes.Structure):
-    _fields_ = [("begin", ctypes.c_void_p), ("end", ctypes.c_void_p)]
+    _fields_ = [
+        ("begin", ctypes.c_void_p),
+        ("end", ctypes.c_void_p),
+        ("dims", ctypes.c_int64),
+        ("run", ctypes.c_int64),
+        ("size", ctypes.c_int64 * _MOST_DIMS),
+        ("stride", ctypes.c_int64 * _MOST_DIMS),
+    ]
 
 
 class _Region(ctypes.Structure):
@@ -59,6 +69,8 @@ class _Fault(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int32),
         ("argument", ctypes.c_int32),
+        ("did", ctypes.c_int32),
+        ("other_did", ctypes.c_int32),
         ("program", ctypes.c_int64),
         ("other", ctypes.c_int64),
         ("offset", ctypes.c_int64),
@@ -91,6 +103,30 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * size
 
 
+def _range(pointer: Any) -> _Range:
+    """Where the elements behind an argument lie: a tensor's, anywhere for an address, nowhere for None."""
+    if not isinstance(pointer, torch.Tensor):
+        return _Range(0, (1 << 64) - 1) if pointer else _Range(0, 0)
+    made, run = _Range(*_extent(pointer)), pointer.element_size()
+    rows: list[tuple[int, int]] = []
+    for stride, size in sorted(zip(pointer.stride(), pointer.shape, strict=True)):
+        if size == 1 or stride == 0:
+            continue
+        step = stride * pointer.element_size()
+        if step < (rows[-1][0] * rows[-1][1] if rows else run):
+            # elements lie over each other, or rows inside each other: nothing is certain to be a gap
+            return made
+        if rows or step > run:
+            rows.append((step, size))
+        else:
+            run *= size
+    if len(rows) <= _MOST_DIMS:
+        made.dims, made.run = len(rows), run
+        for d, (step, size) in enumerate(reversed(rows)):
+            made.stride[d], made.size[d] = step, size
+    return made
+
+
 def _regions(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
     """Memory of the arguments as separate (begin, end, bytes of the smallest element)."""
     merged: list[tuple[int, int, int]] = []
@@ -114,21 +150,16 @@ def checked_launch(
         CheckError: the kernel broke a rule.
     """
     lib = check_library()
-    tensors = [p for p in pointers if isinstance(p, torch.Tensor)]
-    extents = [
-        _extent(p) if isinstance(p, torch.Tensor) else (0, (1 << 64) - 1) if p else (0, 0) for p in pointers
-    ]
-    ranges = (_Range * len(extents))(*(_Range(*e) for e in extents))
-    regions = [_Region(*r) for r in _regions(tensors)]
-    lib.t_check_begin(
-        ranges,
-        len(extents),
-        (_Region * max(len(regions), 1))(*regions),
-        len(regions),
-        ctypes.c_int64(programs),
-    )
+    ranges = (_Range * len(pointers))(*map(_range, pointers))
+    regions = [_Region(*r) for r in _regions([p for p in pointers if isinstance(p, torch.Tensor)])]
+    memory = (_Region * max(len(regions), 1))(*regions)
     faults = (_Fault * _MOST)()
     try:
+        if not lib.t_check_begin(ranges, len(ranges), memory, len(regions), ctypes.c_int64(programs)):
+            raise MemoryError(
+                f"kernel {metadata.name}: TRINFER_CPU_CHECK=1 needs {_SHADOW} times the addresses of its "
+                "arguments; raise the limit (ulimit -v), or unset the variable for this launch"
+            )
         launch(function, packed, programs, 1)
         unwritten = [
             _unwritten(lib, metadata.name, name, line, pointers[k]) for k, name, line in metadata.outputs
@@ -144,16 +175,18 @@ def checked_launch(
 def _unwritten(lib: ctypes.CDLL, kernel: str, name: str, line: str, tensor: Any) -> str | None:
     if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
         return None
-    begin, end = _extent(tensor)
-    size = tensor.element_size()
-    written = torch.zeros((end - begin) // size, dtype=torch.uint8)
+    offsets = torch.zeros(tensor.shape, dtype=torch.int64)
+    for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        steps = torch.arange(n) * (stride * tensor.element_size())
+        offsets += steps.view(-1, *(1,) * (tensor.dim() - 1 - d))
+    written = torch.zeros(tensor.shape, dtype=torch.uint8)
     lib.t_check_written(
-        ctypes.c_void_p(begin),
-        ctypes.c_int64(len(written)),
-        ctypes.c_int64(size),
+        ctypes.c_void_p(tensor.data_ptr()),
+        ctypes.c_int64(tensor.numel()),
+        ctypes.c_void_p(offsets.data_ptr()),
         ctypes.c_void_p(written.data_ptr()),
     )
-    missing = (written.as_strided(tensor.shape, tensor.stride()) == 0).nonzero()
+    missing = (written == 0).nonzero()
     if not len(missing):
         return None
     first = missing[0].tolist()
@@ -164,20 +197,23 @@ def _unwritten(lib: ctypes.CDLL, kernel: str, name: str, line: str, tensor: Any)
 
 def _describe(kernel: str, fault: _Fault, pointers: Sequence[Any]) -> str:
     site = fault.site.contents
-    name = site.argument.decode()
+    # one name for each argument that the site may reach
+    names, before = site.argument.decode().split(" or "), site.args & ((1 << max(0, fault.argument)) - 1)
+    name = names[before.bit_count()] if fault.argument >= 0 else " or ".join(names)
     start = f"kernel {kernel}, {site.line.decode()}: program {fault.program}"
     tensor = pointers[fault.argument] if fault.argument >= 0 else None
     size = tensor.element_size() if isinstance(tensor, torch.Tensor) else site.bytes
     element = fault.offset // size
+    did = f"{start} {_DID[fault.did]} element {element} of {name}"
     if _KINDS[fault.kind] == "OUTSIDE":
         begin, end = _extent(tensor) if isinstance(tensor, torch.Tensor) else (0, 0)
-        last = (end - begin) // size - 1
-        return f"{start} accesses element {element} of {name}, which has elements 0 to {last}"
+        return f"{did}, which has elements 0 to {(end - begin) // size - 1}"
+    if _KINDS[fault.kind] == "BETWEEN":
+        assert tensor is not None
+        return f"{did}, a gap in its shape {tuple(tensor.shape)} with strides {tensor.stride()}"
     other = f"program {fault.other}" if fault.other >= 0 else "several programs"
     where = f" at {fault.other_site.contents.line.decode()}" if fault.other_site else ""
-    what = {
-        "READ_OF_WRITTEN": f"reads element {element} of {name}, which {other} writes{where}",
-        "WRITE_OF_READ": f"writes element {element} of {name}, which {other} reads{where}",
-        "WRITE_OF_WRITTEN": f"writes element {element} of {name}, which {other} sets to another value{where}",
-    }
-    return f"{start} {what[_KINDS[fault.kind]]}; no acquire-release atomic orders them"
+    verb = _DID[fault.other_did] if fault.other >= 0 else _DID[fault.other_did][:-1]
+    if fault.did == fault.other_did:
+        verb = "sets to another value"
+    return f"{did}, which {other} {verb}{where}; no acquire-release atomic orders them"

@@ -59,9 +59,9 @@ class Provenance:
         elif op.name in _KEEP:
             self._join(op.results, op.operands[:1])
 
-    def roots(self, pointer: Value) -> list[int]:
-        """Positions of the arguments; all pointer arguments if the pointer itself was loaded or made of
-        an integer."""
+    def roots(self, pointer: Value) -> tuple[list[int], bool]:
+        """Positions of the arguments; all pointer arguments, and True, if the pointer itself was loaded or
+        made of an integer."""
         found: set[int] = set()
         seen: set[Value] = set()
         todo = [pointer]
@@ -75,8 +75,8 @@ class Provenance:
             elif value in self.sources:
                 todo += self.sources[value]
             else:
-                return [k for arg, k in self.args.items() if arg.type.is_ptr]
-        return sorted(found)
+                return [k for arg, k in self.args.items() if arg.type.is_ptr], True
+        return sorted(found), False
 
 
 class Checks:
@@ -104,7 +104,7 @@ class Checks:
 
     def _site(self, op: Op) -> str:
         pointer = op.operands[0]
-        roots = self.provenance.roots(pointer)
+        roots, is_anywhere = self.provenance.roots(pointer)
         if op.name == "tt.store":
             self.stored.update(dict.fromkeys(roots, op.line))
         else:
@@ -113,7 +113,7 @@ class Checks:
         mask = sum(1 << k for k in roots)
         elem = pointer.type.pointee
         size = f"sizeof({MEMORY[elem]})" if elem in MEMORY else "sizeof(void*)"
-        return f'{{"{names}", "{op.line}", {mask}ull, {size}, {len(self.sites)}}}'
+        return f'{{"{names}", "{op.line}", {mask}ull, {size}, {len(self.sites)}, {int(is_anywhere)}}}'
 
     def table(self) -> list[str]:
         """The C definition of the sites."""
