@@ -14,10 +14,13 @@ from trinfer.kernels import (
     embedding,
     gated_activation,
     gemv,
+    grouped_gemv,
+    grouped_matmul,
     layer_norm,
     matmul,
     rms_norm,
     rotary,
+    sort_by_expert,
 )
 
 STRIDE = 2**31 + 16
@@ -79,6 +82,17 @@ class TestOffsetsBeyond32Bits:
         y = torch.nn.functional.linear(x.double(), w.double())
         assert_close(gemv(x, far_apart(w)), y, torch.float16)
         assert_close(matmul(x, far_apart(w)), y, torch.float16)
+
+    def test_u018_experts(self):
+        # the second of two experts starts beyond 2**31, as those of large models do
+        x, w, ids = (
+            self.x[:, 0],
+            make((2, 5, 48), torch.float16, 3),
+            torch.tensor([[1], [0]], dtype=torch.int32),
+        )
+        far, routed = far_apart(w), sort_by_expert(ids, 2)
+        assert torch.equal(grouped_gemv(x, far, ids), grouped_gemv(x, w, ids))
+        assert torch.equal(grouped_matmul(x, far, *routed), grouped_matmul(x, w, *routed))
 
     def test_u018_rotary(self):
         q, cos = self.x[None].repeat(2, 1, 1, 1), self.w[None]

@@ -1,13 +1,15 @@
 """Triton kernels, one op a file: `_op_kernel`, launcher `op`, PyTorch truth `op_ref`, record `OP`.
 
 Shape letters: B batch, H query heads, G kv heads, M query length, N key length, D head_dim;
-for products M rows, N outputs, K inputs; R rotated entries of a head.
+for products M rows, N outputs, K inputs; R rotated entries of a head; E experts, P pairs (token, expert).
 """
 
 from trinfer.kernels.activation import OP as ACTIVATION
 from trinfer.kernels.activation import activation, activation_ref, gelu, relu
 from trinfer.kernels.attention import OP as ATTENTION
 from trinfer.kernels.attention import attention, attention_ref
+from trinfer.kernels.combine_experts import OP as COMBINE_EXPERTS
+from trinfer.kernels.combine_experts import combine_experts, combine_experts_ref
 from trinfer.kernels.decode_attention import OP as DECODE_ATTENTION
 from trinfer.kernels.decode_attention import decode_attention, decode_attention_ref
 from trinfer.kernels.embedding import OP as EMBEDDING
@@ -16,6 +18,10 @@ from trinfer.kernels.gated_activation import OP as GATED_ACTIVATION
 from trinfer.kernels.gated_activation import gated_activation, gated_activation_ref, silu_mul
 from trinfer.kernels.gemv import OP as GEMV
 from trinfer.kernels.gemv import gemv, gemv_ref
+from trinfer.kernels.grouped_gemv import OP as GROUPED_GEMV
+from trinfer.kernels.grouped_gemv import grouped_gemv, grouped_gemv_ref
+from trinfer.kernels.grouped_matmul import OP as GROUPED_MATMUL
+from trinfer.kernels.grouped_matmul import grouped_matmul, grouped_matmul_ref
 from trinfer.kernels.layer_norm import OP as LAYER_NORM
 from trinfer.kernels.layer_norm import layer_norm, layer_norm_ref
 from trinfer.kernels.matmul import OP as MATMUL
@@ -25,18 +31,27 @@ from trinfer.kernels.rms_norm import OP as RMS_NORM
 from trinfer.kernels.rms_norm import rms_norm, rms_norm_ref
 from trinfer.kernels.rotary import OP as ROTARY
 from trinfer.kernels.rotary import rotary, rotary_ref
+from trinfer.kernels.routing import OP as ROUTING
+from trinfer.kernels.routing import routing, routing_ref
+from trinfer.kernels.sort_by_expert import OP as SORT_BY_EXPERT
+from trinfer.kernels.sort_by_expert import sort_by_expert, sort_by_expert_ref
 
 OPS: tuple[Op, ...] = (
     ACTIVATION,
     ATTENTION,
+    COMBINE_EXPERTS,
     DECODE_ATTENTION,
     EMBEDDING,
     GATED_ACTIVATION,
     GEMV,
+    GROUPED_GEMV,
+    GROUPED_MATMUL,
     LAYER_NORM,
     MATMUL,
     RMS_NORM,
     ROTARY,
+    ROUTING,
+    SORT_BY_EXPERT,
 )
 
 __all__ = [
@@ -46,6 +61,8 @@ __all__ = [
     "activation_ref",
     "attention",
     "attention_ref",
+    "combine_experts",
+    "combine_experts_ref",
     "count_launches",
     "decode_attention",
     "decode_attention_ref",
@@ -56,6 +73,10 @@ __all__ = [
     "gelu",
     "gemv",
     "gemv_ref",
+    "grouped_gemv",
+    "grouped_gemv_ref",
+    "grouped_matmul",
+    "grouped_matmul_ref",
     "layer_norm",
     "layer_norm_ref",
     "matmul",
@@ -65,5 +86,9 @@ __all__ = [
     "rms_norm_ref",
     "rotary",
     "rotary_ref",
+    "routing",
+    "routing_ref",
     "silu_mul",
+    "sort_by_expert",
+    "sort_by_expert_ref",
 ]

@@ -232,6 +232,42 @@ def linear_ref(x: Tensor, weight: Any, bias: Any, act: str, gated: bool, residua
     return y if residual is None else y + residual
 
 
+def as_experts(x: Tensor, weight: Any, bias: Any, gated: bool) -> tuple[tuple, tuple]:
+    """Weights [E, N, K] and biases [E, N] as tuples of equal length; refuses parts that do not fit."""
+    weights = weight if type(weight) is tuple else (weight,)
+    biases = bias if type(bias) is tuple else (bias,) * len(weights) if bias is None else (bias,)
+    if len(weights) != 1 + gated or len(biases) != len(weights):
+        raise ValueError(
+            f"{len(weights)} weights and {len(biases)} biases with gated={gated} - allowed: one of each, "
+            "or (gate, up) pairs if gated - split the fused parameter into views"
+        )
+    (E, N, K), first = weights[0].shape, weights[0]
+    for w, b in zip(weights, biases, strict=True):
+        if w.shape != (E, N, K) or x.shape[-1] != K or w.dtype != x.dtype or w.stride() != first.stride():
+            raise ValueError(
+                f"weight is {tuple(w.shape)} {w.dtype} with strides {w.stride()} - allowed: "
+                f"({E}, {N}, {x.shape[-1]}) {x.dtype}, gate and up with equal strides - "
+                "convert or transpose it"
+            )
+        if b is not None and (b.shape != (E, N) or b.dtype != x.dtype or b.stride(1) != 1):
+            raise ValueError(
+                f"bias is {tuple(b.shape)} {b.dtype} - allowed: ({E}, {N}) {x.dtype} with contiguous rows - "
+                "pass one row an expert"
+            )
+    return weights, biases
+
+
+def experts_ref(x: Tensor, ids: Tensor, weight: Any, bias: Any, act: str, gated: bool) -> Tensor:
+    """Rows of x times the weights of their experts, one expert after the other; zeros for rows without."""
+    weights, biases = as_experts(x, weight, bias, gated)
+    y = x.new_zeros(len(x), weights[0].shape[1])
+    for e in range(len(weights[0])):
+        rows = (ids == e).nonzero().flatten()
+        parts = tuple(w[e] for w in weights), tuple(None if b is None else b[e] for b in biases)
+        y[rows] = linear_ref(x[rows], *parts, act, gated, None)
+    return y
+
+
 def check_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, kv_range: Tensor | None, bias: Tensor | None
 ) -> None:
