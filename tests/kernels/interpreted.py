@@ -75,9 +75,33 @@ def attentions(dtype):
     check("decode_attention", dtype, q[:, :, :1], k, v, sm_scale=0.3, bias=make((2, 1, 1, 9), dtype, 3) > 0)
 
 
+def experts(dtype):
+    ids = torch.tensor([[1, 0], [2, 9], [2, 1]], dtype=torch.int32)
+    weight, combine = make((3, 10, 34), dtype, 0, scale=0.2), make((3, 2), torch.float32, 1)
+    (order, offsets), x = kernels.sort_by_expert_ref(ids, 3), make((3, 34), dtype, 2)
+    pair, options = (weight[:, :5], weight[:, 5:]), {"act": "silu", "gated": True}
+    check("grouped_matmul", dtype, x, pair, order, offsets, gather=True, scatter=True, **options)
+    check("grouped_gemv", dtype, x, pair, ids, **options)
+    rows = make((6, 34), dtype, 3)
+    check("grouped_gemv", dtype, rows, weight, ids, combine=combine, residual=make((3, 10), dtype, 4))
+    check("combine_experts", dtype, rows, combine)
+
+
+def choices(dtype):
+    logits, bias = make((3, 12), dtype, 0), make((12,), torch.float32, 1)
+    groups = {"num_groups": 4, "kept_groups": 2}
+    for options in ({"scoring": "softmax_topk"}, {"scoring": "sigmoid", "bias": bias, **groups}):
+        ids, weights = kernels.routing(logits, 3, renormalize=True, **options)
+        expected = kernels.routing_ref(logits, 3, renormalize=True, **options)
+        assert torch.equal(ids, expected[0])
+        assert_close(weights, expected[1], torch.float32)
+        sorted_pairs = zip(kernels.sort_by_expert(ids, 12), kernels.sort_by_expert_ref(ids, 12), strict=True)
+        assert all(torch.equal(a, e) for a, e in sorted_pairs)
+
+
 CASES = {
     f"{case.__name__} {str(dtype).removeprefix('torch.')}": partial(case, dtype)
-    for case in (norms, activations, positions, products, attentions)
+    for case in (norms, activations, positions, products, attentions, experts, choices)
     for dtype in DTYPES
 }
 
