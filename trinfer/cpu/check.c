@@ -5,8 +5,8 @@
    element, at least one of them a change and not both atomic, are a race unless acquire-release atomics order them: q
    may read or overwrite what p touched before p's atomic on A if q did one on A afterwards. Time counts atomics;
    `seen[p]` is the time up to which the running program knows what p did, and every atomic address keeps what its last
-   visitors knew. Shadow memory is reserved, not used: the system makes a page of it when a kernel touches the element
-   behind it, so that a tensor may be larger than the memory of the machine. */
+   visitors knew. Large shadow memory is reserved, not used: the system makes a page of it when a kernel touches the
+   element behind it, so that a tensor may be larger than the memory of the machine. */
 #define _DEFAULT_SOURCE
 #include "check.h"
 #include <stdlib.h>
@@ -19,10 +19,11 @@
 
 enum { OUTSIDE, BETWEEN, RACE };
 enum { READ, WRITE, UPDATE };
-enum { NOBODY = 0, MANY = -1, MOST_FAULTS = 32, MOST_DIMS = 8 };
+enum { NOBODY = 0, MANY = -1, MOST_FAULTS = 32, MOST_DIMS = 8, POOL = 64 << 20 };
 
-/* who: number of the program + 1, NOBODY or MANY */
-struct visit { int64_t time; const struct t_site* site; int32_t who; };
+/* who: number of the program + 1, NOBODY or MANY; site: its number in the table of the kernel. Kept small: an element
+   has three, and they are read from memory at each access. */
+struct visit { int32_t time, who, site; };
 struct element { struct visit read, write, update; };
 struct region { char *begin, *end; int64_t granule; struct element* elements; };
 /* dims: of a view with gaps, strides in bytes from the largest down; `run` bytes without a gap at the end of them */
@@ -36,15 +37,36 @@ static int region_count;
 static const struct range* ranges;
 static int range_count;
 static struct address* addresses;
+static const struct t_site* sites;
 /* shared_read[p]: when p last read an element that another program reads too */
 static int64_t *seen, *shared_read, programs, now, current;
 static struct fault faults[MOST_FAULTS];
 static int64_t fault_count;
+/* kept from launch to launch: new pages cost more than the kernel that is checked */
+static char* pool;
+static int64_t pooled;
 static char junk[64] __attribute__((aligned(64)));
 
 static int64_t shadow_bytes(const struct region* r) {
   return sizeof(struct element) * ((r->end - r->begin + r->granule - 1) / r->granule + 1);
 }
+
+/* Addresses of zeros, which become memory when they are touched; NULL if there are none left. */
+static void* reserve(int64_t bytes) {
+  void* p = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return p == MAP_FAILED ? 0 : p;
+}
+
+/* Zeros for one launch, from the pool if they fit there. */
+static void* shadow_of(const struct region* r) {
+  int64_t bytes = shadow_bytes(r);
+  if (!pool) pool = reserve(POOL);
+  if (!pool || pooled + bytes > POOL) return reserve(bytes);
+  pooled += bytes;
+  return memset(pool + pooled - bytes, 0, bytes);
+}
+
+static int is_pooled(const void* p) { return pool && (const char*)p >= pool && (const char*)p < pool + POOL; }
 
 /* 0 if the shadow of the arguments finds no addresses */
 int t_check_begin(const struct range* args, int count, const struct region* memory, int regions_in, int64_t grid) {
@@ -56,9 +78,8 @@ int t_check_begin(const struct range* args, int count, const struct region* memo
   for (int i = 0; i < regions_in; i++) {
     struct region* r = &regions[i];
     *r = memory[i];
-    void* shadow = mmap(0, shadow_bytes(r), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (shadow == MAP_FAILED) return 0;
-    r->elements = shadow;
+    r->elements = shadow_of(r);
+    if (!r->elements) return 0;
     region_count++;
   }
   return 1;
@@ -67,7 +88,9 @@ int t_check_begin(const struct range* args, int count, const struct region* memo
 /* Copies at most `room` faults out, frees everything; gives how many places were at fault. */
 int64_t t_check_end(struct fault* out, int room) {
   memcpy(out, faults, sizeof *out * (fault_count < room ? fault_count : room));
-  for (int i = 0; i < region_count; i++) munmap(regions[i].elements, shadow_bytes(&regions[i]));
+  for (int i = 0; i < region_count; i++)
+    if (!is_pooled(regions[i].elements)) munmap(regions[i].elements, shadow_bytes(&regions[i]));
+  pooled = 0;
   free(regions); free(seen); free(shared_read);
   while (addresses) { struct address* next = addresses->next; free(addresses->known); free(addresses); addresses = next; }
   return fault_count;
@@ -98,6 +121,7 @@ static int find(const struct t_site* site, const char* p, int did, struct place*
   int closest = -1, kind = OUTSIDE;
   int64_t least = INT64_MAX;
   *found = (struct place){.argument = -1};
+  sites = site - site->site;
   for (int k = 0; k < range_count; k++) {
     if (!(site->args >> k & 1)) continue;
     if (p < ranges[k].begin || p + site->bytes > ranges[k].end) {
@@ -137,10 +161,10 @@ static int is_ordered(const struct visit* v) {
 static void compare(const struct t_site* site, const struct place* at, int did, const struct visit* other, int other_did) {
   if (is_ordered(other)) return;
   report((struct fault){RACE, at->argument, did, other_did, .other = other->who == MANY ? MANY : other->who - 1,
-                        .offset = at->offset, .site = site, .other_site = other->site});
+                        .offset = at->offset, .site = site, .other_site = sites + other->site});
 }
 
-static struct visit this_visit(const struct t_site* site) { return (struct visit){now, site, (int32_t)current + 1}; }
+static struct visit this_visit(const struct t_site* site) { return (struct visit){(int32_t)now, (int32_t)current + 1, site->site}; }
 
 void* t_check_read(const struct t_site* site, const void* p) {
   struct place at;

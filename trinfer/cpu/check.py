@@ -20,7 +20,7 @@ from trinfer.cpu.build import build, version
 _KINDS = ("OUTSIDE", "BETWEEN", "RACE")
 _DID = ("reads", "writes", "updates")
 _MOST, _MOST_DIMS = 8, 8
-_SHADOW = 72
+_SHADOW = 36
 """Bytes of the shadow of one element: `struct element` in check.c."""
 
 
