@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tests.cpu.arrays import normal, poisoned
-from tests.cpu.checked import check, faults, name
+from tests.cpu.checked import check, faults, name, place
 from tests.kernels.test_large_offsets import far_apart
 
 
@@ -290,6 +290,23 @@ def empty_program_stores_nothing(x_ptr, y_ptr, N, WRONG: tl.constexpr):
 )
 def test_unwritten(kernel, what):
     check(kernel, what, vectors)
+
+
+@triton.jit
+def stores_of_two_halves(y_ptr, N):
+    offs = tl.program_id(0) * 16 + tl.arange(0, 16)
+    if tl.program_id(0) < 2:
+        tl.store(y_ptr + offs, offs)  # first
+    else:
+        tl.store(y_ptr + offs, offs, mask=offs < N - 1)  # second
+
+
+def test_unwritten_output_of_two_stores():
+    (found,) = faults(stores_of_two_halves, 4, poisoned(60), 60)
+    first, second = (place(stores_of_two_halves, marker) for marker in ("# first", "# second"))
+    assert found.startswith(
+        f"kernel stores_of_two_halves, {first} and {second}: no program writes 1 elements"
+    )
 
 
 @triton.jit

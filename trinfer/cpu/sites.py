@@ -87,7 +87,7 @@ class Checks:
         self.provenance = Provenance(function)
         self.sites: dict[Op, str] = {}
         self.loaded: set[int] = set()
-        self.stored: dict[int, str] = {}
+        self.stored: dict[int, list[str]] = {}
 
     def site(self, op: Op) -> str:
         """C text of the address of the site of a load, store or atomic."""
@@ -106,7 +106,8 @@ class Checks:
         pointer = op.operands[0]
         roots, is_anywhere = self.provenance.roots(pointer)
         if op.name == "tt.store":
-            self.stored.update(dict.fromkeys(roots, op.line))
+            for k in roots:
+                self.stored.setdefault(k, []).append(op.line)
         else:
             self.loaded |= set(roots)
         names = " or ".join(self.function.args[k].name.lstrip("%") for k in roots)
@@ -125,7 +126,8 @@ class Checks:
         ]
 
     def outputs(self) -> list[tuple[int, str, str]]:
-        """(position, name, line of a store) of the arguments that are only stored to, and so have to be
+        """(position, name, lines of its stores) of the arguments that are only stored to, and so have to be
         filled."""
         names = {k: self.function.args[k].name.lstrip("%") for k in self.stored if k not in self.loaded}
-        return [(k, name, self.stored[k]) for k, name in names.items() if "cache" not in name]
+        lines = {k: " and ".join(dict.fromkeys(self.stored[k])) for k in names}
+        return [(k, name, lines[k]) for k, name in names.items() if "cache" not in name]
