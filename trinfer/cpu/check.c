@@ -231,14 +231,24 @@ void* t_check_atomic(const struct t_site* site, const void* p, int acquires, int
   return (void*)p;
 }
 
-/* written[k] = 1 if some program wrote (or updated atomically) the element `offsets[k]` bytes behind begin */
-void t_check_written(const char* begin, int64_t n, const int64_t* offsets, uint8_t* written) {
-  for (int64_t k = 0; k < n; k++) {
-    const char* place = begin + offsets[k];
-    for (int i = 0; i < region_count; i++) {
-      if (place < regions[i].begin || place >= regions[i].end) continue;
-      const struct element* e = regions[i].elements + (place - regions[i].begin) / regions[i].granule;
-      written[k] = e->write.who || e->update.who;
-    }
+static int is_written(const char* place) {
+  for (int i = 0; i < region_count; i++) {
+    if (place < regions[i].begin || place >= regions[i].end) continue;
+    const struct element* e = regions[i].elements + (place - regions[i].begin) / regions[i].granule;
+    if (e->write.who || e->update.who) return 1;
   }
+  return 0;
+}
+
+/* How many elements of a view no program wrote or updated; `first` becomes the index of the first. */
+int64_t t_check_unwritten(const char* begin, int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t* first) {
+  int64_t missing = 0, *index = calloc(dims + 1, sizeof *index), d;
+  do {
+    const char* place = begin;
+    for (d = 0; d < dims; d++) place += index[d] * strides[d];
+    if (!is_written(place) && !missing++) memcpy(first, index, sizeof *index * dims);
+    for (d = dims - 1; d >= 0 && ++index[d] == sizes[d]; d--) index[d] = 0;
+  } while (d >= 0);
+  free(index);
+  return missing;
 }
