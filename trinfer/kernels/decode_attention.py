@@ -9,8 +9,9 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose
-from trinfer.kernels.elements import add_bias, attend_ref, check_attention, dot, load_range, load_tile
+from trinfer.kernels.elements import dot, load_tile
 from trinfer.kernels.op import Op, as_bias, launched, nbytes, unit_stride
+from trinfer.kernels.scores import add_bias, attend_ref, check_attention, load_range
 
 
 class _Key(NamedTuple):
