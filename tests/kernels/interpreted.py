@@ -6,6 +6,7 @@ import torch
 
 from tests.strategies import DTYPES, assert_close, make, make_weights, truth
 from trinfer import backend, kernels
+from trinfer.autotune import pin
 
 
 def check(op, dtype, *args, **options):
@@ -99,9 +100,31 @@ def choices(dtype):
         assert all(torch.equal(a, e) for a, e in sorted_pairs)
 
 
+def steps(dtype):
+    valid = torch.tensor([[0, 9], [4, 7]], dtype=torch.int32)
+    heads = make((2, 4, 1, 24), dtype, 0)
+    q, new, k, v = (
+        heads[:, :2],
+        (heads[:, 2:3], heads[:, 3:]),
+        *(make((2, 1, 9, 24), dtype, i) for i in (1, 2)),
+    )
+    tables = (make((9, 16), torch.float32, 3), make((9, 16), torch.float32, 4))
+    options = {"sm_scale": 0.3, "kv_range": valid, "softcap": 2.0, "sinks": make((2,), dtype, 5)}
+    for interleaved in (False, True):
+        prologue = kernels.Prologue(
+            make((24,), dtype, 6), make((24,), dtype, 7), 1e-6, 0.0, *tables, interleaved
+        )
+        op = next(op for op in kernels.OPS if op.name == "decode_attention")
+        with pin(op, {"SPLITS": 1 + interleaved}):
+            check("decode_attention", dtype, q, k, v, new=new, prologue=prologue, **options)
+        places = torch.tensor([[3], [-1]])
+        check("qkv_post", dtype, q, *new, k, v, places, prologue, kv_range=valid)
+    check("attention", dtype, q, k, v, is_causal=True, alibi=kernels.alibi_slopes(2), **options)
+
+
 CASES = {
     f"{case.__name__} {str(dtype).removeprefix('torch.')}": partial(case, dtype)
-    for case in (norms, activations, positions, products, attentions, experts, choices)
+    for case in (norms, activations, positions, products, attentions, experts, choices, steps)
     for dtype in DTYPES
 }
 

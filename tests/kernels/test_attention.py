@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import DTYPES, assert_close, dtypes, layouts, make, seeds, sizes, truth
 from trinfer.autotune import pin
-from trinfer.kernels import OPS, attention, attention_ref, count_launches, decode_attention
+from trinfer.kernels import OPS, alibi_slopes, attention, attention_ref, count_launches, decode_attention
 
 OP = next(op for op in OPS if op.name == "attention")
 # a block of 16 queries
@@ -106,6 +106,85 @@ def test_attention_with_bias_matches_ref(dtype, counts, M, N, is_bool, has_batch
     bias = make(shape, torch.float32 if dtype == torch.float16 else dtype, seed + 3)
     options |= {"is_causal": False, "bias": bias > -0.5 if is_bool else bias}
     assert_close(attention(q, k, v, **options), truth(attention_ref, q, k, v, **options), dtype)
+
+
+def score_options(names, H, seed):
+    """Those of alibi, softcap and sinks that `names` holds."""
+    options = {
+        "alibi": make((H,), torch.float32, seed).abs(),
+        "softcap": 1.7,
+        "sinks": make((H,), torch.float32, seed + 1),
+    }
+    return {name: options[name] for name in names}
+
+
+# each is a compiled kernel
+SCORES = (
+    (torch.float32, "causal", ("alibi", "softcap", "sinks")),
+    (torch.float32, "none", ("alibi",)),
+    (torch.float16, "window", ("softcap",)),
+    (torch.bfloat16, "causal", ("sinks",)),
+    (torch.bfloat16, "both sides", ("alibi", "sinks")),
+)
+
+
+@given(st.sampled_from(SCORES), heads, sizes(1, 80), keys, seeds)
+def test_attention_with_other_scores_matches_ref(variant, counts, M, N, seed):
+    dtype, mask, names = variant
+    q, k, v, options = draw(counts, M, N, 64, dtype, seed)
+    options |= mask_options(mask) | score_options(names, counts[1] * counts[2], seed)
+    options["kv_range"] = draw_range(counts[0], N, seed)
+    assert_close(attention(q, k, v, **options), truth(attention_ref, q, k, v, **options), dtype)
+
+
+@given(st.integers(1, 9), few, keys, seeds)
+def test_attention_with_alibi_is_attention_with_its_bias(H, M, N, seed):
+    q, k, v, options = draw((1, H, 1), M, N, 64, torch.float32, seed)
+    slopes = alibi_slopes(H)
+    bias = slopes[:, None, None] * (torch.arange(N) - torch.arange(N - M, N)[:, None])
+    expected = attention(q, k, v, is_causal=False, bias=bias[None], **options).double()
+    assert_close(attention(q, k, v, is_causal=False, alibi=slopes, **options), expected, torch.float32)
+
+
+@given(st.integers(1, 4), few, keys, seeds)
+def test_attention_with_sinks_is_attention_with_one_more_key_of_no_value(H, M, N, seed):
+    q, k, v, options = draw((1, H, 1), M, N, 64, torch.float32, seed)
+    sinks = make((H,), torch.float32, seed + 5, scale=3)
+    bias = torch.cat((torch.zeros(1, H, 1, N), sinks[None, :, None, None]), -1)
+    longer = [torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v)]
+    expected = attention(q, *longer, is_causal=False, bias=bias, **options).double()
+    assert_close(attention(q, k, v, is_causal=False, sinks=sinks, **options), expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_with_scores_that_change_nothing(dtype):
+    q, k, v, options = draw((2, 2, 3), 13, 40, 64, dtype, 0)
+    options["is_causal"] = True
+    o = attention(q, k, v, **options)
+    assert torch.equal(attention(q, k, v, alibi=torch.zeros(6), **options), o)
+    assert torch.equal(attention(q, k, v, sinks=torch.full((6,), float("-inf")), **options), o)
+    assert_close(attention(q, k, v, softcap=1e4, **options), o.double(), dtype)
+
+
+def test_u027_alibi_slopes_of_any_head_count():
+    six = [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    assert alibi_slopes(6).tolist() == six
+    assert alibi_slopes(4).tolist() == six[:4]
+    twelve = [2.0 ** -(n + 1) for n in range(8)] + [2.0 ** -(n + 0.5) for n in range(4)]
+    assert_close(alibi_slopes(12), torch.tensor(twelve, dtype=torch.float64), torch.float32)
+    assert alibi_slopes(1).tolist() == [2.0**-8]
+    assert alibi_slopes(2, max_bias=4.0).tolist() == [0.25, 0.0625]
+
+
+@given(st.sampled_from(DTYPES[1:]), sizes(2, 4), few, keys, seeds)
+def test_u033_attention_keeps_a_row_from_its_neighbours(dtype, B, M, N, seed):
+    q, k, v, options = draw((B, 2, 3), M, N, 64, dtype, seed)
+    options["is_causal"] = True
+    o = attention(q, k, v, **options)
+    others = [torch.cat((x[:1], make((B - 1, *x.shape[1:]), dtype, seed + 7))) for x in (q, k, v)]
+    assert torch.equal(attention(*others, **options)[0], o[0])
+    alone = attention(q[:1], k[:1], v[:1], **options)
+    assert (alone.float() - o[:1].float()).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -229,3 +308,9 @@ def test_attention_refuses_what_does_not_fit():
         attention(q, k, v, bias=torch.zeros(2, 5, 3, 5), **options)
     with pytest.raises(ValueError, match="heads have 257 and 257 entries - allowed: up to 256"):
         attention(*(torch.zeros(1, 1, 1, 257),) * 3, **options)
+    with pytest.raises(ValueError, match=r"alibi is \(5,\) torch.float32 - allowed: \(6,\) torch.float32"):
+        attention(q, k, v, alibi=torch.zeros(5), **options)
+    with pytest.raises(ValueError, match=r"sinks has shape \(5,\) - allowed: \(6,\), a logit a query head"):
+        attention(q, k, v, sinks=torch.zeros(5), **options)
+    with pytest.raises(ValueError, match="softcap=0.0 - allowed: above 0 - pass None"):
+        attention(q, k, v, softcap=0.0, **options)

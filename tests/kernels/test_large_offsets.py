@@ -8,6 +8,7 @@ import torch
 
 from tests.strategies import assert_close, make, truth
 from trinfer.kernels import (
+    Prologue,
     attention,
     attention_ref,
     decode_attention,
@@ -18,6 +19,7 @@ from trinfer.kernels import (
     grouped_matmul,
     layer_norm,
     matmul,
+    qkv_post,
     rms_norm,
     rotary,
     sort_by_expert,
@@ -101,6 +103,24 @@ class TestOffsetsBeyond32Bits:
             far = far_apart(q, dim)
             for y, e in zip(rotary(far, far, cos, cos), expected, strict=True):
                 assert torch.equal(y, e)
+
+    @pytest.mark.parametrize("dim", [0, 1, 2])
+    def test_u018_new_keys_and_values(self, dim):
+        heads = make((2, 2, 3, 48), torch.float16, 3)
+        tables = make((2, 4, 48), torch.float32, 4)
+        prologue = Prologue(self.w[0], self.w[1], 1e-6, 0.0, *tables)
+        k = make((2, 2, 4, 48), torch.float16, 5)
+        kv_range, places = torch.tensor([[0, 4], [1, 3]], dtype=torch.int32), torch.tensor([[0, 1, 2]] * 2)
+        results = []
+        for move in (lambda x: x.clone(), lambda x: far_apart(x, dim)):
+            x, caches = move(heads), [move(k), move(k)]
+            q = qkv_post(x, x, x, *caches, places, prologue, kv_range=kv_range)
+            one = x[:, :, 1:2]
+            options = {"sm_scale": 0.2, "kv_range": kv_range, "prologue": prologue}
+            o = decode_attention(one, *caches, new=(one, one), **options)
+            results.append((q, o, *(cache.clone() for cache in caches)))
+        for near, far in zip(*results, strict=True):
+            assert torch.equal(near, far)
 
     @pytest.mark.parametrize("dim", [0, 1, 2])
     def test_u018_attention(self, dim):

@@ -87,6 +87,27 @@ def test_rotary_at_position_zero_and_of_nothing(dtype):
     assert rotary(q[:, :, :0], k[:, :, :0], cos[:, :0], sin[:, :0])[0].shape == (2, 3, 0, 64)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("R", [0, 2, 8, 16])
+def test_u024_rotary_in_both_layouts_is_a_product_of_complex_numbers(R, dtype):
+    q, k = make((2, 5, 3, 16), dtype, 0), make((2, 1, 3, 16), dtype, 1)
+    q[..., -1] = -0.0
+    angles = torch.arange(3)[:, None] / 10000 ** (torch.arange(R // 2) / max(1, R // 2))
+    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)
+    for interleaved in (False, True):
+        cos, sin = table(torch.arange(3), R, interleaved)
+        for x, y in zip((q, k), rotary(q, k, cos, sin, interleaved=interleaved), strict=True):
+            tails = (z[..., R:].contiguous().view(torch.uint8) for z in (x, y))
+            assert torch.equal(*tails), "bits beyond the rotated entries changed"
+            if R == 0:
+                continue
+            head = x[..., :R].double()
+            pairs = head.unflatten(-1, (-1, 2)) if interleaved else head.unflatten(-1, (2, -1)).mT
+            turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+            turned = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
+            assert_close(y[..., :R], turned, dtype)
+
+
 def test_rotary_refuses_what_does_not_fit():
     q, k, cos = torch.zeros(2, 3, 5, 8), torch.zeros(2, 1, 5, 8), torch.zeros(1, 5, 8)
     with pytest.raises(ValueError, match=r"q is \(2, 3, 5, 8\), k \(2, 1, 5, 8\), cos \(1, 4, 8\)"):

@@ -22,19 +22,24 @@ from trinfer.kernels.grouped_gemv import OP as GROUPED_GEMV
 from trinfer.kernels.grouped_gemv import grouped_gemv, grouped_gemv_ref
 from trinfer.kernels.grouped_matmul import OP as GROUPED_MATMUL
 from trinfer.kernels.grouped_matmul import grouped_matmul, grouped_matmul_ref
+from trinfer.kernels.heads import Prologue
 from trinfer.kernels.layer_norm import OP as LAYER_NORM
 from trinfer.kernels.layer_norm import layer_norm, layer_norm_ref
 from trinfer.kernels.matmul import OP as MATMUL
 from trinfer.kernels.matmul import matmul, matmul_ref
 from trinfer.kernels.op import Op, count_launches
+from trinfer.kernels.qkv_post import OP as QKV_POST
+from trinfer.kernels.qkv_post import qkv_post, qkv_post_ref
 from trinfer.kernels.rms_norm import OP as RMS_NORM
 from trinfer.kernels.rms_norm import rms_norm, rms_norm_ref
 from trinfer.kernels.rotary import OP as ROTARY
 from trinfer.kernels.rotary import rotary, rotary_ref
 from trinfer.kernels.routing import OP as ROUTING
 from trinfer.kernels.routing import routing, routing_ref
+from trinfer.kernels.scores import alibi_slopes
 from trinfer.kernels.sort_by_expert import OP as SORT_BY_EXPERT
 from trinfer.kernels.sort_by_expert import sort_by_expert, sort_by_expert_ref
+from trinfer.kernels.splits import split_scratch
 
 OPS: tuple[Op, ...] = (
     ACTIVATION,
@@ -48,6 +53,7 @@ OPS: tuple[Op, ...] = (
     GROUPED_MATMUL,
     LAYER_NORM,
     MATMUL,
+    QKV_POST,
     RMS_NORM,
     ROTARY,
     ROUTING,
@@ -57,8 +63,10 @@ OPS: tuple[Op, ...] = (
 __all__ = [
     "OPS",
     "Op",
+    "Prologue",
     "activation",
     "activation_ref",
+    "alibi_slopes",
     "attention",
     "attention_ref",
     "combine_experts",
@@ -81,6 +89,8 @@ __all__ = [
     "layer_norm_ref",
     "matmul",
     "matmul_ref",
+    "qkv_post",
+    "qkv_post_ref",
     "relu",
     "rms_norm",
     "rms_norm_ref",
@@ -91,4 +101,5 @@ __all__ = [
     "silu_mul",
     "sort_by_expert",
     "sort_by_expert_ref",
+    "split_scratch",
 ]

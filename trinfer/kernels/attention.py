@@ -11,7 +11,7 @@ from trinfer import backend
 from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import dot, load_tile
 from trinfer.kernels.op import Op, as_bias, launched, nbytes, unit_stride
-from trinfer.kernels.scores import add_bias, attend_ref, check_attention, load_range, mask_keys
+from trinfer.kernels.scores import add_bias, attend_ref, check_attention, load_range, mask_keys, scale_scores
 
 
 class _Key(NamedTuple):
@@ -37,7 +37,9 @@ def _attend(
     window,
     stride_kn,
     stride_vn,
-    qk_scale,
+    slope,
+    softcap,
+    sm_scale,
     IS_CAUSAL: tl.constexpr,
     IS_MASKED: tl.constexpr,
     D: tl.constexpr,
@@ -55,9 +57,12 @@ def _attend(
         base = tl.cast(n, tl.int64)
         k_ptrs = k_ptr + base * stride_kn + (offs_n[None, :] * stride_kn + offs_d[:, None])
         k = load_tile(k_ptrs, mask_n[None, :], offs_d[:, None] < D, IS_MASKED, BLOCK_D != D)
-        s = dot(q, k, tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32)) * qk_scale
+        s = dot(q, k, tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32))
+        s = scale_scores(s, sm_scale, softcap)
+        key = n + offs_n[None, :]
+        if slope is not None:
+            s += slope * (key - pos_m).to(tl.float32)
         if IS_MASKED:
-            key = n + offs_n[None, :]
             keep = mask_n[None, :]
             keep = mask_keys(keep, key, pos_m, window, IS_CAUSAL)
             if bias_ptr is not None:
@@ -86,6 +91,8 @@ def _attention_kernel(
     v_ptr,
     bias_ptr,
     kv_range_ptr,
+    alibi_ptr,
+    sinks_ptr,
     o_ptr,
     M,
     N,
@@ -103,6 +110,7 @@ def _attention_kernel(
     stride_bb,
     stride_bh,
     stride_bm,
+    softcap,
     sm_scale,
     IS_CAUSAL: tl.constexpr,
     D: tl.constexpr,
@@ -145,7 +153,13 @@ def _attention_kernel(
     m_i = tl.full([BLOCK_M], -1e20, dtype=tl.float32)
     l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
-    qk_scale = sm_scale * 1.4426950408889634
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + pid_h).to(tl.float32) * 1.4426950408889634
+        m_i = tl.maximum(m_i, sink)
+        l_i = tl.exp2(sink - m_i)
+    slope = alibi_ptr
+    if alibi_ptr is not None:
+        slope = tl.load(alibi_ptr + pid_h) * 1.4426950408889634
     # whole tiles that every query of the block sees need no mask: fold those first, then the others
     FIRST: tl.constexpr = 0 if PEELS and bias_ptr is None and window is None else 1
     middle = lo
@@ -167,7 +181,9 @@ def _attention_kernel(
             window,
             stride_kn,
             stride_vn,
-            qk_scale,
+            slope,
+            softcap,
+            sm_scale,
             IS_CAUSAL,
             part == 1,
             D,
@@ -194,8 +210,11 @@ def attention(
     window: int | None = None,
     kv_range: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · sm_scale + bias, over the keys a query may attend to) v.
+    """softmax(cap(q kᵀ · sm_scale) + bias + alibi · (key - query position), over the keys allowed) v.
 
     Args:
         q: [B, H, M, D] float16|bfloat16|float32, any strides, D up to 256. Query m stands at key N - M + m.
@@ -206,6 +225,9 @@ def attention(
         window: causal: a query sees itself and the window - 1 keys before it; else keys at most window away.
         kv_range: [B, 2] int32, first and one past the last valid key; what lies outside is never read.
         bias: [B or 1, H or 1, M or 1, N]; float: added to scores, -inf and finfo.min forbid; bool: allows.
+        alibi: [H] float32, the slope of a bias by distance (see `alibi_slopes`).
+        softcap: scores s become softcap · tanh(s / softcap), before bias and masks.
+        sinks: [H], a logit that takes its share of the softmax and has no value (gpt-oss).
 
     Returns:
         [B, M, H, Dv] in q.dtype, contiguous. A query that may attend to nothing gives zeros.
@@ -218,9 +240,10 @@ def attention(
 
     Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135
     """
-    check_attention(q, k, v, window, kv_range, bias)
+    options = (window, kv_range, bias, alibi, softcap, sinks)
+    check_attention(q, k, v, *options)
     if not backend.runs_triton(q):
-        return attend_ref(q, k, v, sm_scale, is_causal, window, kv_range, bias)
+        return attend_ref(q, k, v, sm_scale, is_causal, *options)
     (B, H, M, D), (G, N, DV) = q.shape, v.shape[1:]
     o = q.new_empty((B, M, H, DV))
     if o.numel() == 0:
@@ -230,9 +253,10 @@ def attention(
     config = choose(OP, _Key(q.dtype, min(128, triton.next_power_of_2(M)), D, DV))
     bias_strides = (None, None, None) if bias is None else bias.stride()[:3]
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *bias_strides)
+    tensors = (q, k, v, bias, kv_range, alibi, sinks, o)
     launched("attention")
     _attention_kernel[(triton.cdiv(M, config["BLOCK_M"]), H, B)](
-        q, k, v, bias, kv_range, o, M, N, H // G, window, *strides, sm_scale, is_causal, D, DV, **config
+        *tensors, M, N, H // G, window, *strides, softcap, sm_scale, is_causal, D, DV, **config
     )
     return o
 
@@ -247,9 +271,12 @@ def attention_ref(
     window: int | None = None,
     kv_range: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The truth of `attention`."""
-    return attend_ref(q, k, v, sm_scale, is_causal, window, kv_range, bias)
+    return attend_ref(q, k, v, sm_scale, is_causal, window, kv_range, bias, alibi, softcap, sinks)
 
 
 def _default(key: _Key) -> Config:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose
+from trinfer.kernels.heads import check_rotated, copy_heads, rotate_ref
 from trinfer.kernels.op import Op, launched, nbytes, unit_stride, wide
 
 
@@ -17,53 +18,6 @@ class _Key(NamedTuple):
     H: int
     D: int
     R: int
-
-
-@triton.jit
-def _rotate_heads(
-    x_ptr,
-    y_ptr,
-    cos_ptr,
-    sin_ptr,
-    H,
-    stride_xh,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Rotate the first R entries of the H heads of one token and copy the others."""
-    offs_r = tl.arange(0, BLOCK_R)
-    mask_r = offs_r < R // 2
-    # entry a and entry b are the two coordinates of a rotated plane
-    if IS_INTERLEAVED:
-        a = 2 * offs_r
-        b = a + 1
-    else:
-        a = offs_r
-        b = offs_r + R // 2
-    cos_a = tl.load(cos_ptr + a, mask=mask_r, other=0.0).to(tl.float32)[None, :]
-    sin_a = tl.load(sin_ptr + a, mask=mask_r, other=0.0).to(tl.float32)[None, :]
-    cos_b = tl.load(cos_ptr + b, mask=mask_r, other=0.0).to(tl.float32)[None, :]
-    sin_b = tl.load(sin_ptr + b, mask=mask_r, other=0.0).to(tl.float32)[None, :]
-    for h in range(0, H, BLOCK_H):
-        offs_h = h + tl.arange(0, BLOCK_H)[:, None]
-        mask = (offs_h < H) & mask_r[None, :]
-        x_row = x_ptr + offs_h * stride_xh
-        y_row = y_ptr + offs_h * D
-        x_a = tl.load(x_row + a[None, :], mask=mask, other=0.0).to(tl.float32)
-        x_b = tl.load(x_row + b[None, :], mask=mask, other=0.0).to(tl.float32)
-        y_a = x_a * cos_a - x_b * sin_a
-        y_b = x_b * cos_b + x_a * sin_b
-        tl.store(y_row + a[None, :], y_a.to(y_ptr.dtype.element_ty), mask=mask)
-        tl.store(y_row + b[None, :], y_b.to(y_ptr.dtype.element_ty), mask=mask)
-        if R < D:
-            offs_t = R + tl.arange(0, BLOCK_T)
-            mask_t = (offs_h < H) & (offs_t[None, :] < D)
-            tail = tl.load(x_row + offs_t[None, :], mask=mask_t, other=0.0)
-            tl.store(y_row + offs_t[None, :], tail, mask=mask_t)
 
 
 @triton.jit
@@ -98,15 +52,28 @@ def _rotary_kernel(
     cos_ptr += pid_b * stride_cb + pid_m * stride_cm
     sin_ptr += pid_b * stride_cb + pid_m * stride_cm
     q_ptr += pid_b * stride_qb + pid_m * stride_qm
-    q_out_ptr += token * H * D
-    _rotate_heads(
-        q_ptr, q_out_ptr, cos_ptr, sin_ptr, H, stride_qh, D, R, IS_INTERLEAVED, BLOCK_H, BLOCK_R, BLOCK_T
-    )
     k_ptr += pid_b * stride_kb + pid_m * stride_km
+    q_out_ptr += token * H * D
     k_out_ptr += token * G * D
-    _rotate_heads(
-        k_ptr, k_out_ptr, cos_ptr, sin_ptr, G, stride_kg, D, R, IS_INTERLEAVED, BLOCK_H, BLOCK_R, BLOCK_T
-    )
+    for part in tl.static_range(2):
+        copy_heads(
+            q_ptr if part == 0 else k_ptr,
+            q_out_ptr if part == 0 else k_out_ptr,
+            None,
+            cos_ptr,
+            sin_ptr,
+            H if part == 0 else G,
+            stride_qh if part == 0 else stride_kg,
+            D,
+            0.0,
+            0.0,
+            D,
+            R,
+            IS_INTERLEAVED,
+            BLOCK_H,
+            BLOCK_R,
+            BLOCK_T,
+        )
 
 
 def rotary(
@@ -177,32 +144,20 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             f"q is {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)} - "
             "allowed: [B, H, M, D], [B, G, M, D] and twice [B or 1, M, R] - reshape them"
         )
-    if cos.shape[-1] > D or cos.shape[-1] % 2:
-        raise ValueError(
-            f"cos rotates R={cos.shape[-1]} entries - allowed: even numbers up to D={D} - check the table"
-        )
+    check_rotated(cos.shape[-1], D)
 
 
 def rotary_ref(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The truth of `rotary`."""
-    return _rotate_ref(q, cos, sin, interleaved), _rotate_ref(k, cos, sin, interleaved)
-
-
-def _rotate_ref(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    R = cos.shape[-1]
-    head, tail = x[..., :R].to(wide(x)), x[..., R:]
-    if interleaved:
-        turned = torch.stack((-head[..., 1::2], head[..., 0::2]), -1).flatten(-2)
-    else:
-        turned = torch.cat((-head[..., R // 2 :], head[..., : R // 2]), -1)
-    y = head * cos.unsqueeze(1).to(wide(x)) + turned * sin.unsqueeze(1).to(wide(x))
-    return torch.cat((y.to(x.dtype), tail), -1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    y, z = (rotate_ref(x.to(wide(x)), cos, sin, interleaved).to(x.dtype) for x in (q, k))
+    return y, z
 
 
 def _default(key: _Key) -> Config:
-    half = triton.next_power_of_2(key.R // 2)
+    half = triton.next_power_of_2(max(1, key.R // 2))
     # a GPU takes all heads of a token at once if they fit its registers; a CPU gains nothing from that
     heads = min(triton.next_power_of_2(key.H), max(1, 2048 // half)) if backend.kind() == "gpu" else 8
     tail = triton.next_power_of_2(max(1, key.D - key.R))

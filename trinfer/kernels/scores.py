@@ -43,11 +43,56 @@ def add_bias(s, keep, ptrs, mask):
     return s, keep
 
 
+@triton.jit
+def scale_scores(s, sm_scale, softcap):
+    """Scores in units of log2(e): scaled, then bent by softcap · tanh(s / softcap)."""
+    if softcap is None:
+        s *= sm_scale * 1.4426950408889634
+    else:
+        x = s * (sm_scale / softcap)
+        # cannot overflow to nan, but loses the digits of a small x: those the series has
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+        y = x * x
+        series = x + x * y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
+        s = tl.where(y < 0.0625, series, tanh) * (softcap * 1.4426950408889634)
+    return s
+
+
+@triton.jit
+def fold_key(acc, l_i, m_i, s, v):
+    """Fold one more score a row, in units of log2(e), and its value into weighted values, sum and maximum."""
+    m_new = tl.maximum(m_i, s)
+    p = tl.exp2(s - m_new)
+    alpha = tl.exp2(m_i - m_new)
+    return acc * alpha[:, None] + p[:, None] * v, l_i * alpha + p, m_new
+
+
+def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> Tensor:
+    """[num_heads] float32: the slopes of ALiBi, a geometric series down to 2 ** -max_bias.
+
+    For a head count that is no power of two, every other slope of the next power of two comes first, and of
+    those left out as many as are missing follow.
+
+    Source: https://arxiv.org/abs/2108.12409
+    """
+    whole = triton.next_power_of_2(num_heads)
+    slopes = torch.exp2(torch.arange(1, whole + 1, dtype=torch.float64) * (-max_bias / whole)).float()
+    return slopes if whole == num_heads else torch.cat((slopes[1::2], slopes[::2]))[:num_heads]
+
+
 def check_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, kv_range: Tensor | None, bias: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    kv_range: Tensor | None,
+    bias: Tensor | None,
+    alibi: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Refuse attention arguments that do not fit together."""
-    (B, H, M, D), (_, G, N, _) = q.shape, k.shape
+    (B, H, _, D), (_, G, N, _) = q.shape, k.shape
     if k.shape != (B, G, N, D) or v.shape[:3] != (B, G, N) or H % max(1, G):
         raise ValueError(
             f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} - "
@@ -57,6 +102,24 @@ def check_attention(
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype} - allowed: one dtype - convert them")
     if max(D, v.shape[3]) > 256:
         raise ValueError(f"heads have {D} and {v.shape[3]} entries - allowed: up to 256 - split the heads")
+    if alibi is not None and (alibi.shape != (H,) or alibi.dtype != torch.float32):
+        raise ValueError(
+            f"alibi is {tuple(alibi.shape)} {alibi.dtype} - allowed: ({H},) torch.float32, a slope for each "
+            "query head - call alibi_slopes"
+        )
+    if sinks is not None and sinks.shape != (H,):
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)} - allowed: ({H},), a logit a query head - reshape it"
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap} - allowed: above 0 - pass None for scores without a cap")
+    _check_masks(q, k, window, kv_range, bias)
+
+
+def _check_masks(
+    q: Tensor, k: Tensor, window: int | None, kv_range: Tensor | None, bias: Tensor | None
+) -> None:
+    (B, H, M, _), N = q.shape, k.shape[2]
     if window is not None and window < 1:
         raise ValueError(
             f"window={window} lets nothing be seen - allowed: 1 or more - pass None for no window"
@@ -84,32 +147,57 @@ def attend_ref(
     window: int | None,
     kv_range: Tensor | None,
     bias: Tensor | None,
+    alibi: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    position: Tensor | None = None,
 ) -> Tensor:
-    """[B, M, H, Dv]: softmax(q kᵀ · sm_scale + bias) v over the allowed keys; zeros for a row without any."""
+    """[B, M, H, Dv]: softmax(scores and sinks) v over the allowed keys; zeros for a row without any.
+
+    scores = cap(q kᵀ · sm_scale) + bias + alibi · (key - query position). Positions are [B or 1, M], by
+    default those of the last M keys.
+    """
     dtype, wider = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
     group, (M, N) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
-    key = torch.arange(N, device=q.device)
-    allowed = torch.ones(q.shape[0], 1, M, N, dtype=torch.bool, device=q.device)
-    if kv_range is not None:
-        start, end = kv_range[:, 0, None], kv_range[:, 1, None]
-        valid = (key >= start) & (key < end)
-        allowed &= valid[:, None, None, :]
-        # what lies outside may be uninitialised memory, and 0 * nan is nan
-        v = v.masked_fill(~valid[:, None, :, None], 0)
-    distance = torch.arange(N - M, N, device=q.device)[:, None] - key
-    if is_causal:
-        allowed = allowed & (distance >= 0)
-    if window is not None:
-        allowed = allowed & (distance < window if is_causal else distance.abs() <= window)
+    position = torch.arange(N - M, N, device=q.device)[None] if position is None else position
+    distance = position[:, None, :, None] - torch.arange(N, device=q.device)
+    allowed = _allowed(distance, is_causal, window, kv_range, bias)
     scores = q.to(wider) @ k.to(wider).repeat_interleave(group, 1).transpose(-1, -2) * sm_scale
-    if bias is not None and bias.dtype == torch.bool:
-        allowed = allowed & bias
-    elif bias is not None:
-        allowed = allowed & (bias > bias_floor(bias.dtype))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None and bias.dtype != torch.bool:
         scores = scores + bias.to(wider)
-    p = scores.masked_fill(~allowed, float("-inf")).softmax(-1).masked_fill(~allowed, 0)
+    if alibi is not None:
+        scores = scores - alibi.to(wider)[:, None, None] * distance
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(wider)[:, None, None].expand_as(scores[..., :1])), -1)
+    p = scores.softmax(-1)[..., :N].masked_fill(~allowed, 0)
+    if kv_range is not None:
+        # what lies outside may be uninitialised memory, and 0 * nan is nan
+        v = v.masked_fill(~_in_range(kv_range, N)[:, None, :, None], 0)
     o = p @ v.to(wider).repeat_interleave(group, 1)
     return o.transpose(1, 2).contiguous().to(dtype)
+
+
+def _allowed(
+    distance: Tensor, is_causal: bool, window: int | None, kv_range: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if is_causal:
+        allowed = distance >= 0
+    if window is not None:
+        allowed = allowed & (distance < window if is_causal else distance.abs() <= window)
+    if kv_range is not None:
+        allowed = allowed & _in_range(kv_range, distance.shape[-1])[:, None, None]
+    if bias is not None:
+        allowed = allowed & (bias if bias.dtype == torch.bool else bias > bias_floor(bias.dtype))
+    return allowed
+
+
+def _in_range(kv_range: Tensor, N: int) -> Tensor:
+    key = torch.arange(N, device=kv_range.device)
+    return (key >= kv_range[:, :1]) & (key < kv_range[:, 1:])
 
 
 def bias_floor(dtype: torch.dtype) -> float:
