@@ -78,10 +78,10 @@ def truth(ref: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.double()
-        if not isinstance(value, tuple):
-            return value
-        widened = map(widen, value)
-        return type(value)(*widened) if hasattr(value, "_fields") else tuple(widened)
+        if isinstance(value, tuple):
+            values = map(widen, value)
+            return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+        return value
 
     return ref(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
 

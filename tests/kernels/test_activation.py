@@ -14,7 +14,7 @@ from trinfer.kernels import (
     relu,
 )
 
-ACTS = ("gelu", "gelu_tanh", "relu", "silu")
+ACTS = ("gelu", "gelu_quick", "gelu_tanh", "relu", "silu")
 acts = st.sampled_from(ACTS)
 
 

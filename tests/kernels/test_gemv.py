@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import DTYPES, assert_close, layouts, make, make_weights, seeds, sizes, truth
 from trinfer.autotune import pin
-from trinfer.kernels import OPS, count_launches, gemv, gemv_ref
+from trinfer.kernels import OPS, Norm, count_launches, gemv, gemv_ref, layer_norm, rms_norm
 
 OP = next(op for op in OPS if op.name == "gemv")
 rows = sizes(1, 16)
@@ -75,6 +75,113 @@ def test_gemv_gives_a_row_the_same_alone_and_in_a_small_batch(limit, N, K, seed)
     assert torch.equal(gemv(x, w), torch.cat([gemv(row, w) for row in x.split(1)]))
 
 
+# (dtype, rows, order, gated, norm): one row over the whole of it and over blocks, some rows, a tile of rows
+NORMED = st.sampled_from(
+    [
+        (torch.float32, 1, "rows", True, "rms_input"),
+        (torch.float32, 7, "rows", False, "layer"),
+        (torch.float32, 3, "columns", False, "rms_float32"),
+        (torch.float32, 16, "rows", True, "bare"),
+        (torch.bfloat16, 1, "rows", False, "rms_float32"),
+        (torch.bfloat16, 2, "columns", False, "layer"),
+        (torch.bfloat16, 16, "rows", False, "rms_input"),
+        (torch.float16, 16, "gaps", True, "layer"),
+    ]
+)
+
+
+def make_norm(kind, K, dtype, seed):
+    """A norm of one of the kinds, and the kernel that does it alone."""
+    weight, bias = make((K,), dtype, seed), make((K,), dtype, seed + 1)
+    if kind == "bare":
+        return Norm(None, None, 1e-5, "layer"), lambda x: layer_norm(x, None, None, 1e-5)
+    if kind == "layer":
+        return Norm(weight, bias, 1e-5, "layer"), lambda x: layer_norm(x, weight, bias, 1e-5)
+    cast, offset = kind.removeprefix("rms_"), float(kind == "rms_float32")
+    norm = Norm(weight, eps=1e-6, cast=cast, weight_offset=offset)
+    return norm, lambda x: rms_norm(x, weight, 1e-6, cast=cast, weight_offset=offset)
+
+
+@given(NORMED, sizes(2, 90), seeds)
+def test_gemv_of_normalised_rows_is_norm_then_gemv(case, N, seed):
+    dtype, rows, order, gated, kind = case
+    K = 100
+    x, w = make((rows, K), dtype, seed), make_weights((N,), K, dtype, seed + 1, order) * (1 + gated)
+    norm, alone = make_norm(kind, K, dtype, seed + 5)
+    options = {"act": "silu", "gated": gated, "residual": make((rows, N), dtype, seed + 3)}
+    with count_launches() as launches:
+        y = gemv(x, w, norm=norm, **options)
+    assert launches == {"gemv": 1}
+    # rounded as the norm's own kernel rounds: what remains is the order of sums in float32
+    assert_close(y, gemv(alone(x), w, **options).double(), dtype)
+    if dtype == torch.float32:
+        assert_close(y, truth(gemv_ref, x, w, norm=norm, **options), dtype)
+
+
+@given(st.sampled_from([1, 7, 16]), st.sampled_from([0.25, 4.0, 1024.0]), seeds)
+def test_gemv_after_an_rms_norm_is_scale_invariant(M, scale, seed):
+    x, w = make((M, 100), torch.float32, seed), make_weights((33,), 100, torch.float32, seed + 1)
+    norm = Norm(make((100,), torch.float32, seed + 2), eps=0.0)
+    assert torch.equal(gemv(x * scale, w, norm=norm), gemv(x, w, norm=norm))
+
+
+@given(st.sampled_from([1, 7, 16]), st.sampled_from([-20.0, 20.0]), seeds)
+def test_gemv_after_a_layer_norm_keeps_its_digits_far_from_zero(M, shift, seed):
+    x, w = make((M, 100), torch.float32, seed) + shift, make_weights((33,), 100, torch.float32, seed + 1)
+    norm = Norm(None, None, 0.0, "layer")
+    assert_close(gemv(x, w, norm=norm), truth(gemv_ref, x, w, norm=norm), torch.float32)
+
+
+@given(sizes(1, 16), sizes(1, 90), seeds)
+def test_u029_gemv_writes_where_it_is_told_and_nowhere_else(M, N, seed):
+    x, w = make((M, 100), torch.float32, seed), make_weights((N,), 100, torch.float32, seed + 1)
+    residual = make((M, N), torch.float32, seed + 2)
+    before, expected = residual.clone(), gemv(x, w, residual=residual)
+    assert torch.equal(residual, before)
+    around = torch.full((M + 2, N), 7.0)
+    y = gemv(x, w, residual=residual, out=around[1:-1])
+    assert y.data_ptr() == around[1:-1].data_ptr()
+    assert torch.equal(y, expected)
+    assert (around[[0, -1]] == 7).all()
+    # the residual stream of a model may be updated in place
+    assert torch.equal(gemv(x, w, residual=residual, out=residual), expected)
+    assert torch.equal(residual, expected)
+
+
+def test_gemv_refuses_an_out_that_does_not_fit():
+    x, w = make((2, 8), torch.float32, 0), make((8, 8), torch.float32, 1)
+    with pytest.raises(ValueError, match=r"out is \(2, 7\) torch.float32 .* - allowed: \(2, 8\)"):
+        gemv(x, w, out=torch.empty(2, 7))
+    with pytest.raises(
+        ValueError, match=r"out is \(2, 8\) torch.float16 .* - allowed: \(2, 8\) torch.float32"
+    ):
+        gemv(x, w, out=torch.empty(2, 8, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"strides \(1, 2\) - allowed"):
+        gemv(x, w, out=torch.empty(8, 2).T)
+    for shared in (x, w[:2], w.flatten()[4:20].view(2, 8)):
+        with pytest.raises(ValueError, match="out shares memory with an argument - allowed: memory"):
+            gemv(x, w, out=shared)
+    stream = torch.zeros(3, 8)
+    with pytest.raises(ValueError, match="out shares memory"):
+        gemv(x, w, residual=stream[:2], out=stream[1:])
+
+
+def test_gemv_refuses_a_norm_that_does_not_fit():
+    x, w, ones = torch.zeros(2, 8), torch.zeros(4, 8), torch.ones(8)
+    with pytest.raises(ValueError, match=r"weight has shape \(7,\) - allowed: \(8,\)"):
+        gemv(x, w, norm=Norm(ones[:7]))
+    with pytest.raises(ValueError, match="kind='batch' is unknown - allowed: 'rms', 'layer'"):
+        gemv(x, w, norm=Norm(ones, kind="batch"))
+    with pytest.raises(ValueError, match="norm of kind 'rms' has no weight"):
+        gemv(x, w, norm=Norm(None))
+    with pytest.raises(ValueError, match="norm of kind 'rms' has a bias"):
+        gemv(x, w, norm=Norm(ones, ones))
+    with pytest.raises(ValueError, match=r"norm of kind 'layer' has weight_offset=1.0"):
+        gemv(x, w, norm=Norm(ones, kind="layer", weight_offset=1.0))
+    with pytest.raises(ValueError, match="cast='half' is unknown"):
+        gemv(x, w, norm=Norm(ones, cast="half"))
+
+
 CONFIGS = [
     {"BLOCK_M": 1, "BLOCK_N": 2, "BLOCK_K": 64, "SPANS_K": False},
     {"BLOCK_M": 1, "BLOCK_N": 16, "BLOCK_K": 32, "SPANS_K": False},
@@ -92,6 +199,9 @@ def test_gemv_is_right_in_every_configuration(config, dtype):
         w, b = make_weights((90, 90), 100, dtype, 1), (b[0], b[0])
         options = {"act": "silu", "gated": True, "residual": make((5, 90), dtype, 4)}
         assert_close(gemv(x, w, b, **options), truth(gemv_ref, x, w, b, **options), dtype)
+        if dtype == torch.float32:
+            norm = Norm(make((100,), dtype, 6), make((100,), dtype, 7), 1e-5, "layer")
+            assert_close(gemv(x, w, norm=norm), truth(gemv_ref, x, w, norm=norm), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import DTYPES, assert_close, layouts, make, make_weights, seeds, sizes, truth
 from trinfer.autotune import pin
-from trinfer.kernels import OPS, count_launches, gemv, matmul, matmul_ref
+from trinfer.kernels import OPS, Norm, count_launches, gemv, layer_norm, matmul, matmul_ref, rms_norm
 
 OP = next(op for op in OPS if op.name == "matmul")
 # blocks of 16 and of 128 rows
@@ -82,6 +82,29 @@ def test_matmul_agrees_with_gemv(M, N, K, seed):
     assert_close(matmul(x, w), gemv(x, w).double(), torch.float32)
 
 
+# (dtype, gated, is_layer), with blocks of 16 and of 128 rows
+NORMED = st.sampled_from(
+    [(torch.float32, True, False), (torch.float32, False, True), (torch.bfloat16, False, True)]
+)
+
+
+@given(NORMED, st.sampled_from([1, 7, 16, 65, 128, 150]), st.sampled_from([2, 7, 33, 90]), seeds)
+def test_matmul_of_normalised_rows_is_norm_then_matmul(variant, M, N, seed):
+    (dtype, gated, is_layer), K = variant, 100
+    x, w = make((M, K), dtype, seed), make_weights((N,), K, dtype, seed + 1) * (1 + gated)
+    weight, bias = make((K,), dtype, seed + 5), make((K,), dtype, seed + 6)
+    norm, normalised = Norm(weight), rms_norm(x, weight, 1e-6)
+    if is_layer:
+        norm, normalised = Norm(weight, bias, 1e-5, "layer"), layer_norm(x, weight, bias, 1e-5)
+    options = {"act": "silu", "gated": gated, "residual": make((M, N), dtype, seed + 3)}
+    with count_launches() as launches:
+        y = matmul(x, w, norm=norm, **options)
+    assert launches == {"matmul": 1}
+    assert_close(y, matmul(normalised, w, **options).double(), dtype)
+    if dtype == torch.float32:
+        assert_close(y, truth(matmul_ref, x, w, norm=norm, **options), dtype)
+
+
 @pytest.mark.parametrize("config", [(16, 32, 32), (128, 64, 64), (32, 128, 16)])
 def test_matmul_is_right_in_every_configuration(config):
     tile = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), config, strict=True))
@@ -89,6 +112,9 @@ def test_matmul_is_right_in_every_configuration(config):
     for group in (1, 8):
         with pin(OP, {**tile, "GROUP_M": group}):
             assert_close(matmul(x, w), truth(matmul_ref, x, w), torch.float32)
+    norm = Norm(make((71,), torch.float32, 2))
+    with pin(OP, tile):
+        assert_close(matmul(x, w, norm=norm), truth(matmul_ref, x, w, norm=norm), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

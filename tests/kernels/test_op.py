@@ -25,6 +25,13 @@ def as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
 
 
+def tensors(value):
+    """All tensors inside arguments."""
+    if isinstance(value, dict | tuple):
+        return [t for v in (value.values() if isinstance(value, dict) else value) for t in tensors(v)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
 def test_every_public_launcher_has_a_record():
     assert len(set(ids)) == len(ids)
     for op in OPS:
@@ -53,6 +60,16 @@ def test_record_feeds_and_prices_its_op(op):
     written = sum(t.numel() * t.element_size() for t in as_tuple(results))
     assert moved >= written
     assert operations > 0
+
+
+@pytest.mark.parametrize("op", OPS, ids=ids)
+def test_u029_inputs_are_never_modified(op):
+    arguments = random_inputs(op)
+    before = [t.clone() for t in tensors(arguments)]
+    results = as_tuple(op.launcher(**arguments))
+    assert all(map(torch.equal, tensors(arguments), before))
+    memories = {t.untyped_storage().data_ptr() for t in tensors(arguments)}
+    assert not memories & {result.untyped_storage().data_ptr() for result in results}
 
 
 @pytest.mark.parametrize("op", OPS, ids=ids)

@@ -27,6 +27,7 @@ from trinfer.kernels.layer_norm import OP as LAYER_NORM
 from trinfer.kernels.layer_norm import layer_norm, layer_norm_ref
 from trinfer.kernels.matmul import OP as MATMUL
 from trinfer.kernels.matmul import matmul, matmul_ref
+from trinfer.kernels.norm_elements import Norm
 from trinfer.kernels.op import Op, count_launches
 from trinfer.kernels.qkv_post import OP as QKV_POST
 from trinfer.kernels.qkv_post import qkv_post, qkv_post_ref
@@ -62,6 +63,7 @@ OPS: tuple[Op, ...] = (
 
 __all__ = [
     "OPS",
+    "Norm",
     "Op",
     "Prologue",
     "activation",

@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trinfer.kernels.op import unit_strides
+
 # Triton reads this variable when @triton.jit decorates, so reading it once here always agrees with it
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
+ACTIVATIONS = ("none", "gelu", "gelu_quick", "gelu_tanh", "relu", "silu")
 
 
 @triton.jit
@@ -19,6 +21,8 @@ def activate(x, ACT: tl.constexpr):
     """The activation named `ACT` of float32 `x`."""
     if ACT == "gelu":
         x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_quick":
+        x = x / (1.0 + tl.exp(-1.702 * x))
     elif ACT == "gelu_tanh":
         # 0.5 * (1 + tanh(u)) = sigmoid(2u), which needs one exponential and cannot overflow to nan
         x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
@@ -100,6 +104,8 @@ def activate_ref(x: Tensor, act: str) -> Tensor:
     """The PyTorch truth of `activate`, in the dtype of `x`."""
     if act == "gelu":
         return torch.nn.functional.gelu(x)
+    if act == "gelu_quick":
+        return x * torch.sigmoid(1.702 * x)
     if act == "gelu_tanh":
         return torch.nn.functional.gelu(x, approximate="tanh")
     if act == "relu":
@@ -112,22 +118,6 @@ def check_act(act: str, allowed: tuple[str, ...] = ACTIVATIONS) -> None:
     if act not in allowed:
         raise ValueError(
             f"act={act!r} is not an activation - allowed: {', '.join(allowed)} - pass one of these"
-        )
-
-
-def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
-    """Refuse arguments of a normalisation that do not fit the rows of x."""
-    N = x.shape[-1]
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and value.shape != (N,):
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)} - allowed: ({N},), the last size of x - "
-                f"pass the {name} of this norm"
-            )
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(
-            f"residual is {tuple(residual.shape)} {residual.dtype} - allowed: {tuple(x.shape)} {x.dtype}, "
-            "as x is - expand or convert it"
         )
 
 
@@ -156,7 +146,7 @@ def as_segments(
                 f"residual is {tuple(residual.shape)} {residual.dtype} - allowed: {shape} {x.dtype}, "
                 "as the result is - expand or convert it"
             )
-    return weights, biases
+    return weights, unit_strides(*biases)
 
 
 def _check_segment(x: Tensor, w: Tensor, b: Tensor | None, strides: tuple[int, ...]) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose
-from trinfer.kernels.elements import check_norm
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
+from trinfer.kernels.norm_elements import check_norm
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, unit_strides, wide
 
 
 class _Key(NamedTuple):
@@ -89,8 +89,7 @@ def layer_norm(
         _layer_norm_kernel[(M,)](
             rows,
             res,
-            weight,
-            bias,
+            *unit_strides(weight, bias),
             y,
             h,
             N,

@@ -55,11 +55,55 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def unit_strides(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """`unit_stride` of each tensor that is there."""
+    return tuple(None if t is None else unit_stride(t) for t in tensors)
+
+
 def as_rows(x: Tensor) -> Tensor:
     """`x` as a matrix [M, N] of rows with unit stride: a view where the strides allow it, else a copy."""
     if x.dim() != 2:
         x = x.flatten(0, -2) if x.dim() > 2 else x[None]
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def output(
+    out: Tensor | None, x: Tensor, N: int, read: tuple[Tensor | None, ...], residual: Tensor | None = None
+) -> Tensor:
+    """`out`, or new memory, for a result [..., N] of the rows of x.
+
+    Refuses an `out` of another shape, dtype, device or layout, and one that overlaps what programs still read
+    while others write: the tensors of `read`, and `residual` unless it is the same memory entry by entry.
+    """
+    shape = (*x.shape[:-1], N)
+    if out is None:
+        return x.new_empty(shape)
+    if out.shape != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()} - allowed: "
+            f"{shape} {x.dtype} on {x.device}, contiguous - make it with x.new_empty({shape})"
+        )
+    if residual is not None and not (residual.data_ptr() == out.data_ptr() and residual.is_contiguous()):
+        read = (*read, residual)
+    if any(t is not None and _overlap(out, t) for t in read):
+        raise ValueError(
+            "out shares memory with an argument - allowed: memory of its own, or the residual itself - "
+            "pass another tensor"
+        )
+    return out
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """True if the addresses of two tensors, gaps included, overlap."""
+    (first_a, last_a), (first_b, last_b) = _addresses(a), _addresses(b)
+    return first_a < last_b and first_b < last_a
+
+
+def _addresses(x: Tensor) -> tuple[int, int]:
+    if x.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def as_bias(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose
-from trinfer.kernels.elements import check_norm
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
+from trinfer.kernels.norm_elements import check_cast, check_norm
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, unit_stride, wide
 
 
 class _Key(NamedTuple):
@@ -82,8 +82,7 @@ def rms_norm(
     Source: https://arxiv.org/abs/1910.07467
     """
     check_norm(x, weight, None, residual)
-    if cast not in ("input", "float32"):
-        raise ValueError(f"cast={cast!r} is unknown - allowed: 'input', 'float32' - pass one of these")
+    check_cast(cast)
     if not backend.runs_triton(x):
         return rms_norm_ref(x, weight, eps, residual=residual, weight_offset=weight_offset, cast=cast)
     rows = as_rows(x)
@@ -96,7 +95,7 @@ def rms_norm(
         _rms_norm_kernel[(M,)](
             rows,
             res,
-            weight,
+            unit_stride(weight),
             y,
             h,
             N,
