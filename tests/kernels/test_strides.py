@@ -27,6 +27,8 @@ OPS = {
     "gemv after a norm": lambda x: kernels.gemv(x, WEIGHT, norm=NORM),
     "matmul": lambda x: kernels.matmul(x, WEIGHT, BIAS[:9], residual=x[..., :9]),
     "matmul after a norm": lambda x: kernels.matmul(x, WEIGHT, norm=NORM),
+    "lm_head": lambda x: kernels.lm_head(x, WEIGHT, BIAS[:9], norm=NORM)[0],
+    "softmax": kernels.softmax,
     "activation": kernels.relu,
     "gated_activation": lambda x: kernels.silu_mul(x, x),
 }

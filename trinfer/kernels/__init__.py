@@ -1,7 +1,8 @@
 """Triton kernels, one op a file: `_op_kernel`, launcher `op`, PyTorch truth `op_ref`, record `OP`.
 
 Shape letters: B batch, H query heads, G kv heads, M query length, N key length, D head_dim;
-for products M rows, N outputs, K inputs; R rotated entries of a head; E experts, P pairs (token, expert).
+for products M rows, N outputs, K inputs, V vocabulary; R rotated entries of a head;
+E experts, P pairs (token, expert).
 """
 
 from trinfer.kernels.activation import OP as ACTIVATION
@@ -22,9 +23,13 @@ from trinfer.kernels.grouped_gemv import OP as GROUPED_GEMV
 from trinfer.kernels.grouped_gemv import grouped_gemv, grouped_gemv_ref
 from trinfer.kernels.grouped_matmul import OP as GROUPED_MATMUL
 from trinfer.kernels.grouped_matmul import grouped_matmul, grouped_matmul_ref
+from trinfer.kernels.gumbel import OP as GUMBEL
+from trinfer.kernels.gumbel import gumbel, gumbel_ref
 from trinfer.kernels.heads import Prologue
 from trinfer.kernels.layer_norm import OP as LAYER_NORM
 from trinfer.kernels.layer_norm import layer_norm, layer_norm_ref
+from trinfer.kernels.lm_head import OP as LM_HEAD
+from trinfer.kernels.lm_head import lm_head, lm_head_ref
 from trinfer.kernels.matmul import OP as MATMUL
 from trinfer.kernels.matmul import matmul, matmul_ref
 from trinfer.kernels.norm_elements import Norm
@@ -38,6 +43,8 @@ from trinfer.kernels.rotary import rotary, rotary_ref
 from trinfer.kernels.routing import OP as ROUTING
 from trinfer.kernels.routing import routing, routing_ref
 from trinfer.kernels.scores import alibi_slopes
+from trinfer.kernels.softmax import OP as SOFTMAX
+from trinfer.kernels.softmax import softmax, softmax_ref
 from trinfer.kernels.sort_by_expert import OP as SORT_BY_EXPERT
 from trinfer.kernels.sort_by_expert import sort_by_expert, sort_by_expert_ref
 from trinfer.kernels.splits import split_scratch
@@ -52,12 +59,15 @@ OPS: tuple[Op, ...] = (
     GEMV,
     GROUPED_GEMV,
     GROUPED_MATMUL,
+    GUMBEL,
     LAYER_NORM,
+    LM_HEAD,
     MATMUL,
     QKV_POST,
     RMS_NORM,
     ROTARY,
     ROUTING,
+    SOFTMAX,
     SORT_BY_EXPERT,
 )
 
@@ -87,8 +97,12 @@ __all__ = [
     "grouped_gemv_ref",
     "grouped_matmul",
     "grouped_matmul_ref",
+    "gumbel",
+    "gumbel_ref",
     "layer_norm",
     "layer_norm_ref",
+    "lm_head",
+    "lm_head_ref",
     "matmul",
     "matmul_ref",
     "qkv_post",
@@ -101,6 +115,8 @@ __all__ = [
     "routing",
     "routing_ref",
     "silu_mul",
+    "softmax",
+    "softmax_ref",
     "sort_by_expert",
     "sort_by_expert_ref",
     "split_scratch",
