@@ -220,6 +220,46 @@ def test_sums_of_long_rows(dtype, columns):
 
 
 @triton.jit
+def _codes_kernel(x_ptr, q_ptr, y_ptr, M, N, H, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < H)[None, :]
+    q = tl.load(q_ptr + offs_m[:, None] * H + offs_n[None, :], mask=mask, other=0)
+    low = (q & 15).to(tl.int8) - 8
+    high = (q >> 4).to(tl.int8) - 8
+    x = tl.load(x_ptr + offs_n, mask=offs_n < H, other=0.0)
+    upper = tl.load(x_ptr + H + offs_n, mask=offs_n < N - H, other=0.0)
+    y = tl.sum(low.to(tl.float32) * x[None, :] + high.to(tl.float32) * upper[None, :], 1)
+    tl.store(y_ptr + offs_m, y, mask=offs_m < M)
+
+
+@pytest.mark.parametrize("columns", [1, 65, 127, 192, 511, 1000, 1024])
+def test_sums_of_codes_whose_rows_end_in_several_places(columns):
+    half = (columns + 1) // 2
+    x, q, y = normal(columns), integers(0, 256, 13, half, dtype=torch.uint8), poisoned(13)
+    _codes_kernel[(4,)](x, q, y, 13, columns, half, BLOCK_M=4, BLOCK_N=512)
+    codes = torch.cat(((q & 15).double() - 8, (q >> 4).double() - 8), 1)[:, :columns]
+    torch.testing.assert_close(y.double(), codes @ x.double(), rtol=1e-4, atol=1e-4)
+
+
+@triton.jit
+def _unsigned_zeros_kernel(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    offs_n = tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + offs_n, mask=offs_n < N, other=0)
+    # past N: 248 of an unsigned byte, 124, 17
+    y = (x - 8).to(tl.float32) + ((x - 8) >> 1).to(tl.float32) + (x.to(tl.int16) + 17).to(tl.float32)
+    tl.store(y_ptr, tl.sum(y, 0))
+
+
+def test_numbers_that_masked_loads_leave():
+    x, y = integers(8, 200, 256, dtype=torch.uint8), poisoned(1)
+    _unsigned_zeros_kernel[(1,)](x, y, 100, BLOCK_N=256)
+    x = torch.where(torch.arange(256) < 100, x, 0)
+    low = x - 8
+    assert y == (low.int() + (low >> 1).int() + x.int() + 17).sum()
+
+
+@triton.jit
 def _dot_kernel(
     a_ptr, b_ptr, c_ptr, y_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     A_IS_TURNED: tl.constexpr, B_IS_TURNED: tl.constexpr, OUT: tl.constexpr, HAS_C: tl.constexpr,

@@ -8,7 +8,7 @@ on every `@triton.jit` kernel that is launched on CPU tensors runs compiled.
     plan.py       which tiles become arrays, which are computed where they are used
     affine.py     index arithmetic as polynomials: contiguity, loop bounds from masks
     scalar.py     elementwise ops as C expressions
-    loop.py       C loops;  nest.py  loop nests over a tile
+    loop.py       C loops;  nest.py  loop nests over a tile;  fold.py  what needs no computing in them
     emit.py       the kernel: control.py, memory.py, reduce.py, dot.py write their ops
     prelude.h     what the emitted C is made of;  tiles.h  products of tiles
     check.py      the sanitizer (TRINFER_CPU_CHECK=1): check.c in the runtime, check.h and sites.py in

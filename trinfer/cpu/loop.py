@@ -7,14 +7,22 @@ from dataclasses import dataclass, field
 SIMD = "#pragma omp simd"
 
 
+LANES = 16
+"""Floats in a vector of the widest instructions."""
+
+
 @dataclass(frozen=True)
 class Blocks:
-    """An innermost loop taken `size` steps at a time: lines around each block, its statement inside one."""
+    """A sum over an innermost loop in vectors that do not wait for each other.
 
-    size: int
+    `term` of LANES * len(sums) steps is added to the vectors `sums`; `before` stands before those steps. What
+    is left is done in half as many steps, then one by one: the C compiler makes vectors of a loop only if it
+    knows the number of steps.
+    """
+
     before: tuple[str, ...]
-    statement: str
-    after: tuple[str, ...]
+    term: str
+    sums: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -57,28 +65,40 @@ class Loop:
         return [*out, *(inner + line for line in self.after), f"{indent}}}"]
 
     def _blocked_text(self, blocks: Blocks, pragma: str, indent: str) -> list[str]:
-        """Full blocks, whose number of steps the C compiler knows, then the rest."""
-        i, inner = self.axis, indent + "  "
-        block = f"block_{i}"
-        rest = Loop(i, block, self.high, self.lines)
+        # in a scope of its own: a second loop over the same axis may follow
+        inner = indent + "  "
         return [
-            f"{indent}int {block} = {self.low};",
-            f"{indent}for (; {block} + {blocks.size} <= {self.high}; {block} += {blocks.size}) {{",
-            *self._block_text(blocks, inner),
+            f"{indent}{{",
+            f"{inner}int block_{self.axis} = {self.low};",
+            *self._steps(blocks, [lambda line: line], inner),
+            f"{inner}if (block_{self.axis} < {self.high})",
+            *Loop(self.axis, f"block_{self.axis}", self.high, self.lines).text(pragma, inner + "  "),
             f"{indent}}}",
-            f"{indent}if ({block} < {self.high})",
-            *rest.text(pragma, inner),
         ]
 
-    def _block_text(self, blocks: Blocks, indent: str) -> list[str]:
-        i = self.axis
+    def _steps(self, blocks: Blocks, copies: list[Callable[[str], str]], indent: str) -> list[str]:
+        """The loops over full and half blocks, with a copy of their body for each row in step."""
+        block, out = f"block_{self.axis}", list[str]()
+        for sums in (blocks.sums, blocks.sums[: len(blocks.sums) // 2]):
+            size = LANES * len(sums)
+            body = self._block_text(blocks, sums, indent + "    ")
+            out.append(f"{indent}for (; {block} + {size} <= {self.high}; {block} += {size}) {{")
+            for copy in copies:
+                out += [f"{indent}  {{", *map(copy, body), f"{indent}  }}"]
+            out.append(f"{indent}}}")
+        return out
+
+    def _block_text(self, blocks: Blocks, sums: tuple[str, ...], indent: str) -> list[str]:
+        i, block, size = self.axis, f"block_{self.axis}", LANES * len(sums)
         return [
-            *(indent + line for line in blocks.before),
+            *(indent + line for line in blocks.before if sums is blocks.sums),
+            f"{indent}float part[{size}] T_ALIGNED;",
             f"{indent}{SIMD}",
-            f"{indent}for (int {i} = block_{i}; {i} < block_{i} + {blocks.size}; {i}++) {{",
-            *(f"{indent}  {line}" for line in [*self.lines[:-1], blocks.statement]),
+            f"{indent}for (int {i} = {block}; {i} < {block} + {size}; {i}++) {{",
+            *(f"{indent}  {line}" for line in self.lines[:-1]),
+            f"{indent}  part[{i} - {block}] = {blocks.term};",
             f"{indent}}}",
-            *(indent + line for line in blocks.after),
+            *(f"{indent}{s} += *(const t_vector*)(part + {LANES * k});" for k, s in enumerate(sums)),
         ]
 
     def _row_loop(self) -> "Loop | None":
@@ -97,24 +117,24 @@ class Loop:
         outside, indent = indent, indent + "  "
         i, share, inner = self.axis, f"share_{self.axis}", indent + "  "
         assert row.blocks is not None
-        blocks, block = row.blocks, f"block_{row.axis}"
         copies = [self._renamer(k, share) for k in range(self.streams)]
-        rest = Loop(row.axis, block, row.high, row.lines)
-        out = [
+        rest = Loop(row.axis, f"block_{row.axis}", row.high, row.lines).text(pragma, inner + "  ")
+        left = Loop(i, f"{self.low} + {self.streams}*{share}", self.high, self.lines, [row], self.after)
+        return [
             f"{outside}{{",
             f"{indent}const int {share} = ({self.high} - {self.low}) / {self.streams};",
             f"{indent}for (int {i} = {self.low}; {i} < {self.low} + {share}; {i}++) {{",
             *(inner + copy(line) for copy in copies for line in self.lines),
-            f"{inner}int {block} = {row.low};",
-            f"{inner}for (; {block} + {blocks.size} <= {row.high}; {block} += {blocks.size}) {{",
+            f"{inner}int block_{row.axis} = {row.low};",
+            *row._steps(row.blocks, copies, inner),
+            f"{inner}if (block_{row.axis} < {row.high}) {{",
+            *(line for copy in copies for line in map(copy, rest)),
+            f"{inner}}}",
+            *(inner + copy(line) for copy in copies for line in self.after),
+            f"{indent}}}",
+            *left.text(pragma, indent),
+            f"{outside}}}",
         ]
-        for copy in copies:
-            out += [f"{inner}  {{", *map(copy, row._block_text(blocks, inner + "    ")), f"{inner}  }}"]
-        out += [f"{inner}}}", f"{inner}if ({block} < {row.high}) {{"]
-        out += [line for copy in copies for line in map(copy, rest.text(pragma, inner + "  "))]
-        out += [f"{inner}}}", *(inner + copy(line) for copy in copies for line in self.after), f"{indent}}}"]
-        left = Loop(i, f"{self.low} + {self.streams}*{share}", self.high, self.lines, [row], self.after)
-        return [*out, *left.text(pragma, indent), f"{outside}}}"]
 
     def _renamer(self, k: int, share: str) -> Callable[[str], str]:
         """Rewrites a line for the k-th of several rows in step."""

@@ -125,11 +125,17 @@ class Nest:
         self._inside(level, path, {**assume, **{c: True for c, _ in cuts}}, body, low, high)
         if self.store_mask is not None and all(c in self.store_mask for c, _ in cuts):
             return
-        outside = {**assume, **{c: (False if len(cuts) == 1 else None) for c, _ in cuts}}
+        none = {**assume, **{c: False for c, _ in cuts}}
+        some = none if len(cuts) == 1 else {**assume, **{c: None for c, _ in cuts}}
         if low != "0":
-            self._inside(level, path, outside, body, "0", low)
+            self._inside(level, path, some, body, "0", low)
+        if high != size and low == "0" and len(cuts) > 1:
+            # past the last of several ends nothing is left
+            end = self._end(axis, cuts)
+            self._inside(level, path, some, body, high, end)
+            high, some = end, none
         if high != size:
-            self._inside(level, path, outside, body, high, size)
+            self._inside(level, path, some, body, high, size)
 
     def _inside(
         self,
@@ -163,6 +169,15 @@ class Nest:
             level = self.level_of((), [low, high])
             high = self.put("int", f"{high} > {low} ? {high} : {low}", level, f"end{axis}")
         return low, high
+
+    def _end(self, axis: int, cuts: list[tuple[Conjunct, int]]) -> str:
+        """C name of one past the last index at which one of several conditions that end an axis holds."""
+        name, end = f"i{axis}", "0"
+        for condition, _ in cuts:
+            rest = {m: -c for m, c in condition.poly.items() if m != (name,)}
+            level = self.level_of((), [end, *(n for m in rest for n in m)])
+            end = self.put("int", f"t_clip({c_text(rest)}, {end}, {self.shape[axis]})", level, f"end{axis}")
+        return end
 
     # ---- writing
 
@@ -278,7 +293,7 @@ class Nest:
         if self.probing and conditions:
             self.masks.append(conditions)
         other = self._other(op, index)
-        if any(self._holds(c) is False for c in conditions):
+        if any(self.holds(c) is False for c in conditions):
             return "0" if raw else other
         pointer = self.value(op.operands[0], index)
         self.loads.append((op, index))
@@ -288,7 +303,7 @@ class Nest:
             level = max(level, self.level_of((), names))
         place = self.emitter.read(op, pointer)
         text = place if raw else from_memory(kind.elem, place)
-        if not all(self._holds(c) for c in conditions):
+        if not all(self.holds(c) for c in conditions):
             assert mask is not None
             test = self.value(mask, index)
             text = f"{test} ? {text} : {'0' if raw else other}"
@@ -302,14 +317,14 @@ class Nest:
 
     # ---- masks
 
-    def _holds(self, condition: Conjunct) -> bool | None:
+    def holds(self, condition: Conjunct) -> bool | None:
         if condition.terms is not None and all(not m for m, _ in condition.terms):
             return sum(k for _, k in condition.terms) < 0
         return self.assume.get(condition)
 
     def known(self, mask: Value, index: Index) -> bool | None:
         """Whether a mask is true or false everywhere in the present loop; None if it has to be tested."""
-        states = [self._holds(c) for c in self.emitter.affine.conjuncts(mask, index)]
+        states = [self.holds(c) for c in self.emitter.affine.conjuncts(mask, index)]
         return False if False in states else True if all(states) else None
 
     def guard(self, mask: Value | None) -> str | None:
@@ -321,32 +336,6 @@ class Nest:
         if self.probing:
             self.store_mask = self.emitter.affine.conjuncts(mask, self.index)
         return None if self.known(mask, self.index) else self.value(mask)
-
-    def constant(self, value: Value, index: Index) -> float | None:
-        """The number that every element is in the present loop, where masked loads are known to be
-        `other`."""
-        op = value.op
-        if op is None or not value.type.is_float:
-            return None
-        if op.name == "arith.constant":
-            return float_literal(op)
-        if op.name == "tt.load":
-            conditions = self.emitter.affine.conjuncts(op.operands[1], index) if len(op.operands) > 1 else []
-            masked = any(self._holds(c) is False for c in conditions)
-            return (self.constant(op.operands[2], index) if len(op.operands) > 2 else 0.0) if masked else None
-        if op.name == "arith.select":
-            known = self.known(op.operands[0], index)
-            return None if known is None else self.constant(op.operands[1 if known else 2], index)
-        if (source := source_index(op, index)) is not None:
-            return self.constant(op.operands[0], source)
-        if op.name in ("arith.extf", "arith.truncf"):
-            return self.constant(op.operands[0], index)
-        if op.name in ("arith.mulf", "arith.addf"):
-            a, b = (self.constant(x, index) for x in op.operands)
-            if a is None or b is None:
-                return None
-            return a * b if op.name == "arith.mulf" else a + b
-        return None
 
 
 def is_zero(value: Value) -> bool:

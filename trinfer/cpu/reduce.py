@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trinfer.cpu.loop import Blocks, Loop
+from trinfer.cpu.fold import constant
+from trinfer.cpu.loop import LANES, Blocks, Loop
 from trinfer.cpu.nest import Nest, unit_stride_axis
 from trinfer.cpu.scalar import NARROW_FLOATS, UNSIGNED, c_type, expression, from_memory, literal, to_memory
 from trinfer.cpu.ttir import Block, Op, Value
@@ -102,7 +103,7 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
     declared: set[Loop] = set()
 
     is_long = operator == "+" and elem == "f32" and (value.type.shape or ())[axis] >= 2 * _LANES
-    lanes = [emitter.fresh(f"{acc}_lanes") for _ in range(_LANES // 16 if is_long else 0)]
+    lanes = [emitter.fresh(f"{acc}_lanes") for _ in range(_LANES // LANES if is_long else 0)]
 
     def body(nest: Nest) -> None:
         outer = nest.path[-2]
@@ -111,7 +112,7 @@ def _reduce_rows(emitter: Emitter, op: Op, axis: int, operator: str) -> None:
             outer.lines.append(f"{c_type(elem)} {acc} = {_identity_text(operator, elem)};")
             rest = nest.index[:axis] + nest.index[axis + 1 :]
             outer.after.append(f"{place(nest, rest)} = {acc};")
-        if nest.constant(value, nest.index) == _identity(operator, elem):
+        if constant(nest, value, nest.index) == _identity(operator, elem):
             return
         nest.loads.clear()
         text = nest.value(value)
@@ -135,13 +136,7 @@ def _take_lanes(nest: Nest, axis: int, acc: str, sums: list[str], text: str) -> 
         outer.lines.append(declaration)
         outer.after.insert(0, f"{acc} += t_sum({' + '.join(sums)});")
         outer.streams = 4 if nest.loads and outer.axis is not None else 1
-    block = f"block_i{axis}"
-    loop.blocks = Blocks(
-        _LANES,
-        (*_prefetches(nest, axis, block), f"float part[{_LANES}] T_ALIGNED;"),
-        f"part[i{axis} - {block}] = {text};",
-        tuple(f"{name} += *(const t_vector*)(part + {16 * k});" for k, name in enumerate(sums)),
-    )
+    loop.blocks = Blocks(_prefetches(nest, axis, f"block_i{axis}"), text, tuple(sums))
 
 
 def _prefetches(nest: Nest, axis: int, block: str) -> tuple[str, ...]:
@@ -179,7 +174,7 @@ def _reduce_columns(emitter: Emitter, op: Op, axis: int, operator: str, preferre
 
     def body(nest: Nest) -> None:
         nest.simd = bool(others)
-        if nest.constant(value, nest.index) == _identity(operator, elem):
+        if constant(nest, value, nest.index) == _identity(operator, elem):
             return
         target = place(nest, nest.index[:axis] + nest.index[axis + 1 :])
         nest.statement(f"{target} = {_combined(operator, target, nest.value(value))};")
