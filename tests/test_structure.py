@@ -23,7 +23,17 @@ MAY_IMPORT_TRANSFORMERS = {
 MAY_PRINT = {"__main__", "warmup"}
 # what makes a kernel file: everything in kernels/ but the record, the shared element functions and the door;
 # a shared file may import those on its left
-SHARED = ("op", "elements", "norm_elements", "row_elements", "splits", "scores", "heads", "argmax_elements")
+SHARED = (
+    "op",
+    "elements",
+    "norm_elements",
+    "row_elements",
+    "splits",
+    "scores",
+    "heads",
+    "argmax_elements",
+    "quant_elements",
+)
 NOT_AN_OP = {"__init__", *SHARED}
 # heavy and optional: these may be imported inside a function
 LAZY = {"transformers", "triton", "safetensors", "tqdm", "matplotlib", "IPython"}

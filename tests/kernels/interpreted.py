@@ -57,6 +57,17 @@ def products(dtype):
         check(op, dtype, x, (w[0], w[0]), act="gelu", gated=True)
 
 
+def quantised(dtype):
+    x = make((3, 34), dtype, 0)
+    for bits, group, symmetric in ((8, None, True), (4, 16, False)):
+        weight = make_weights((17,), 34, torch.float32, 1)[0]
+        q, scale = kernels.quantize(weight, bits=bits, group=group, symmetric=symmetric)
+        error = (kernels.dequantize(q, scale, 34, group=group) - weight).abs().max()
+        assert error <= scale.max() * 0.501
+        for op in ("quant_gemv", "quant_matmul"):
+            check(op, dtype, x, q, scale, group=group, residual=make((3, 17), dtype, 4))
+
+
 def attentions(dtype):
     q, k, v = make((2, 2, 5, 24), dtype, 0), make((2, 1, 9, 24), dtype, 1), make((2, 1, 9, 24), dtype, 2)
     valid = torch.tensor([[0, 9], [4, 4]], dtype=torch.int32)
@@ -124,7 +135,7 @@ def steps(dtype):
 
 CASES = {
     f"{case.__name__} {str(dtype).removeprefix('torch.')}": partial(case, dtype)
-    for case in (norms, activations, positions, products, attentions, experts, choices, steps)
+    for case in (norms, activations, positions, products, quantised, attentions, experts, choices, steps)
     for dtype in DTYPES
 }
 

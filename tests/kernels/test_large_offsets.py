@@ -20,6 +20,9 @@ from trinfer.kernels import (
     layer_norm,
     matmul,
     qkv_post,
+    quant_gemv,
+    quant_matmul,
+    quantize,
     rms_norm,
     rotary,
     sort_by_expert,
@@ -67,6 +70,11 @@ class TestOffsetsBeyond32Bits:
         assert torch.equal(matmul(far, w), matmul(x, w))
         assert torch.equal(matmul(w, far), matmul(w, x))
         assert torch.equal(gemv(w, far), gemv(w, x))
+        codes, scale = quantize(x)
+        assert all(map(torch.equal, quantize(far), (codes, scale)))
+        far_codes = far_apart(codes, 0, 7_864_320)
+        assert torch.equal(quant_gemv(w, far_codes, scale), quant_gemv(w, codes, scale))
+        assert torch.equal(quant_matmul(w, far_codes, scale), quant_matmul(w, codes, scale))
         q, k, cache = w[None, None, :1], x[None, None], far[None, None]
         expected = decode_attention(q, k, k, sm_scale=0.2)
         assert torch.equal(decode_attention(q, cache, cache, sm_scale=0.2), expected)

@@ -55,7 +55,9 @@ def test_record_feeds_and_prices_its_op(op):
         if actual.is_floating_point():
             assert_close(actual, expected, torch.float32)
         else:
-            assert torch.equal(actual, expected)
+            # a number between two 8-bit codes may become either
+            limit = 1 if actual.element_size() == 1 else 0
+            assert actual.dtype == expected.dtype and (actual.int() - expected.int()).abs().max() <= limit
     moved, operations = op.cost(**arguments)
     written = sum(t.numel() * t.element_size() for t in as_tuple(results))
     assert moved >= written
@@ -148,6 +150,9 @@ class TestCompilesOnce:
             kernels.rms_norm(x[:M], w[0], 1e-6)
             kernels.layer_norm(x[:M], w[0], w[0], 1e-6)
             kernels.matmul(x[: 2 * M], w)
+            q, scale = kernels.quantize(x[:M])
+            kernels.quant_gemv(x[:M], w.to(torch.int8), w[:, :1].contiguous())
+            kernels.quant_matmul(q, w.to(torch.int8), w[:, :1].contiguous(), x_scale=scale, dtype=x.dtype)
         assert sorted(set(compiled)) == sorted(compiled)
 
     def test_any_slice_of_ids(self, compiled):

@@ -36,6 +36,13 @@ from trinfer.kernels.norm_elements import Norm
 from trinfer.kernels.op import Op, count_launches
 from trinfer.kernels.qkv_post import OP as QKV_POST
 from trinfer.kernels.qkv_post import qkv_post, qkv_post_ref
+from trinfer.kernels.quant_elements import dequantize
+from trinfer.kernels.quant_gemv import OP as QUANT_GEMV
+from trinfer.kernels.quant_gemv import quant_gemv, quant_gemv_ref
+from trinfer.kernels.quant_matmul import OP as QUANT_MATMUL
+from trinfer.kernels.quant_matmul import quant_matmul, quant_matmul_ref
+from trinfer.kernels.quantize import OP as QUANTIZE
+from trinfer.kernels.quantize import quantize, quantize_ref
 from trinfer.kernels.rms_norm import OP as RMS_NORM
 from trinfer.kernels.rms_norm import rms_norm, rms_norm_ref
 from trinfer.kernels.rotary import OP as ROTARY
@@ -64,6 +71,9 @@ OPS: tuple[Op, ...] = (
     LM_HEAD,
     MATMUL,
     QKV_POST,
+    QUANTIZE,
+    QUANT_GEMV,
+    QUANT_MATMUL,
     RMS_NORM,
     ROTARY,
     ROUTING,
@@ -86,6 +96,7 @@ __all__ = [
     "count_launches",
     "decode_attention",
     "decode_attention_ref",
+    "dequantize",
     "embedding",
     "embedding_ref",
     "gated_activation",
@@ -107,6 +118,12 @@ __all__ = [
     "matmul_ref",
     "qkv_post",
     "qkv_post_ref",
+    "quant_gemv",
+    "quant_gemv_ref",
+    "quant_matmul",
+    "quant_matmul_ref",
+    "quantize",
+    "quantize_ref",
     "relu",
     "rms_norm",
     "rms_norm_ref",

@@ -85,6 +85,12 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def int_dot(a, b, acc):
+    """acc + a @ b of int8 tiles in int32."""
+    return tl.dot(a, b, acc, input_precision="ieee", out_dtype=tl.int32)
+
+
+@triton.jit
 def load_tile(ptrs, mask_0, mask_1, USES_0: tl.constexpr, USES_1: tl.constexpr):
     """A tile masked along the dimensions that may overrun; a GPU loads faster without a mask."""
     if USES_0:
