@@ -10,6 +10,7 @@ a ratio the median over the ratios of the rounds. On a CPU the arguments of a sm
 import argparse
 import datetime
 import inspect
+import itertools
 import json
 import statistics
 import time
@@ -120,12 +121,9 @@ def measure(op: Op, model: str, rows: int, dtype: str, count: int) -> dict[str, 
 def questions(args: argparse.Namespace) -> Iterator[tuple[Op, str, int, str]]:
     """Op, model, rows and dtype of every row."""
     for op in OPS:
-        if args.ops and op.name not in args.ops:
-            continue
-        for model in args.models:
-            for rows in rows_of(op):
-                for dtype in args.dtypes:
-                    yield op, model, rows, dtype
+        if not args.ops or op.name in args.ops:
+            for model, rows, dtype in itertools.product(args.models, rows_of(op), args.dtypes):
+                yield op, model, rows, dtype
 
 
 KEY = ("op", "model", "rows", "dtype", "threads")

