@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trinfer.kernels.elements import dot, int_dot, linear_ref
+from trinfer.kernels.elements import IS_INTERPRETED, dot, int_dot, linear_ref
 from trinfer.kernels.op import wide
 
 
@@ -28,6 +28,15 @@ def low_codes(q):
 def high_codes(q):
     """The codes in the high halves of uint8 `q`, int8."""
     return (q >> 4).to(tl.int8) - 8
+
+
+@triton.jit
+def _as_factor(codes, x):
+    """Codes in the dtype of x, where they are exact."""
+    if IS_INTERPRETED:
+        # the interpreter turns integers into the bits of bfloat16
+        codes = codes.to(tl.float32)
+    return codes.to(x.dtype)
 
 
 @triton.jit
@@ -49,6 +58,7 @@ def _whole_rows(
     scale_ptr,
     N,
     K,
+    H,
     stride_wn,
     BITS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
@@ -58,7 +68,6 @@ def _whole_rows(
     """x · wᵀ for one row x and the first BLOCK_N rows of w, with one scale and up to BLOCK_K columns each."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    H = K if BITS == 8 else (K + 1) // 2
     mask_k = offs_k < H
     q_ptrs = q_ptr + offs_n[:, None] * stride_wn + offs_k[None, :]
     q = tl.load(q_ptrs, mask=(offs_n[:, None] < N) & mask_k[None, :], other=0)
@@ -86,6 +95,7 @@ def _grouped_rows(
     scale_ptr,
     N,
     K,
+    H,
     stride_wn,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -95,8 +105,10 @@ def _grouped_rows(
     BLOCK_K: tl.constexpr,
 ):
     """x · wᵀ for one row x and the first BLOCK_N rows of w, at most a group and BLOCK_K columns at once."""
-    group = K if GROUP == 0 else GROUP
-    H = group if BITS == 8 else (group + 1) // 2
+    group = K
+    if GROUP > 0:
+        group = GROUP
+        H = GROUP if BITS == 8 else (GROUP + 1) // 2
     per_group = tl.cdiv(H, BLOCK_K)
     G = tl.cdiv(K, group)
     offs_n = tl.arange(0, BLOCK_N)
@@ -148,6 +160,7 @@ def quant_row_product(
     scale_ptr,
     N,
     K,
+    H,
     stride_wn,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -159,10 +172,10 @@ def quant_row_product(
 ):
     """x · wᵀ for one row x and the first BLOCK_N rows of w, [BLOCK_N] float32."""
     if SPANS_K:
-        y = _whole_rows(x_ptr, q_ptr, scale_ptr, N, K, stride_wn, BITS, HAS_ZERO, BLOCK_N, BLOCK_K)
+        y = _whole_rows(x_ptr, q_ptr, scale_ptr, N, K, H, stride_wn, BITS, HAS_ZERO, BLOCK_N, BLOCK_K)
     else:
         y = _grouped_rows(
-            x_ptr, q_ptr, scale_ptr, N, K, stride_wn, BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_N, BLOCK_K
+            x_ptr, q_ptr, scale_ptr, N, K, H, stride_wn, BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_N, BLOCK_K
         )
     return y
 
@@ -175,21 +188,26 @@ def quant_tile_product(
     M,
     N,
     K,
+    H,
     stride_xm,
     stride_wn,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """w · xᵀ for the first BLOCK_M rows of x and BLOCK_N rows of w, [BLOCK_N, BLOCK_M] float32.
 
-    BLOCK_K counts stored columns. GROUP 0 is one group a row, whose scale is applied once, after the loop.
+    H and BLOCK_K count stored columns, of a group and of a step. HAS_TAIL: the last group is shorter.
+    GROUP 0: one group a row, whose scale is applied once, after the loop.
     """
-    group = K if GROUP == 0 else GROUP
-    H = group if BITS == 8 else (group + 1) // 2
+    group = K
+    if GROUP > 0:
+        group = GROUP
+        H = GROUP if BITS == 8 else (GROUP + 1) // 2
     per_group = tl.cdiv(H, BLOCK_K)
     G = tl.cdiv(K, group)
     offs_m = tl.arange(0, BLOCK_M)
@@ -206,10 +224,12 @@ def quant_tile_product(
     for i in range(G * per_group):
         g = i // per_group
         h = i % per_group * BLOCK_K
-        # columns left of the group and of the row
-        rest = tl.minimum(group, K - g * group) - h
+        low = H - h
+        high = group - H - h
+        if HAS_TAIL:
+            low = tl.minimum(low, K - g * group - h)
+            high = tl.minimum(high, K - g * group - H - h)
         q_offset = g * group + h if BITS == 8 else g * H + h
-        low = tl.minimum(H - h, rest)
         mask_q = mask_n[:, None] & (offs_k[None, :] < low)
         q = tl.load(q_rows + q_offset, mask=mask_q, other=0)
         x_ptrs = x_rows + (g * group + h)
@@ -220,15 +240,15 @@ def quant_tile_product(
             part = int_dot(codes, x, start)
         else:
             start = acc if GROUP == 0 else tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-            part = dot(codes.to(x.dtype), x, start)
+            part = dot(_as_factor(codes, x), x, start)
         x_sum = x.to(tl.float32)
         if BITS == 4:
-            mask_x = (offs_k[:, None] < tl.minimum(H - h, rest - H)) & mask_m[None, :]
+            mask_x = (offs_k[:, None] < high) & mask_m[None, :]
             x = tl.load(x_ptrs + H, mask=mask_x, other=0)
             if IS_INT:
                 part = int_dot(high_codes(q), x, part)
             else:
-                part = dot(high_codes(q).to(x.dtype), x, part)
+                part = dot(_as_factor(high_codes(q), x), x, part)
             x_sum += x.to(tl.float32)
         if GROUP == 0:
             acc = part
@@ -341,6 +361,15 @@ def _check_codes(w: Tensor, s: Tensor, K: int, group: int) -> None:
             f"weight has strides {w.stride()}, scale {s.stride()} - allowed: contiguous rows - "
             "make them contiguous"
         )
+
+
+def layout_of(w: Tensor, K: int, group: int | None) -> tuple[int, int, int, bool]:
+    """Bits of a code, columns of a group (0: whole rows), those stored, whether the last group is shorter."""
+    bits, group = 8 if w.dtype == torch.int8 else 4, group_size(K, group)
+    H = group if bits == 8 else -(-group // 2)
+    if group == K:
+        return bits, 0, H, bits == 4 and K % 2 > 0
+    return bits, group, H, K % group > 0
 
 
 def check_residual(y: Tensor, residual: Tensor | None) -> None:

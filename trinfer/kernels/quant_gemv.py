@@ -13,7 +13,7 @@ from trinfer.kernels.elements import activate, check_act, load_bias, pad_to_thre
 from trinfer.kernels.op import Op, launched, nbytes
 from trinfer.kernels.quant_elements import (
     check_residual,
-    group_size,
+    layout_of,
     quant_linear_ref,
     quant_row_product,
     quant_segments,
@@ -53,6 +53,7 @@ def _quant_gemv_kernel(
     N1,
     N2,
     K,
+    H,
     stride_wn,
     stride_sn,
     ACT: tl.constexpr,
@@ -90,23 +91,12 @@ def _quant_gemv_kernel(
         for m in range(M):
             x_row = x_ptr + m * K
             y = quant_row_product(
-                x_row,
-                w_ptr,
-                s_ptr,
-                rest,
-                K,
-                stride_wn,
-                BITS,
-                GROUP,
-                HAS_ZERO,
-                HAS_TAIL,
-                BLOCK_N,
-                BLOCK_K,
-                SPANS_K,
-            )
+                x_row, w_ptr, s_ptr, rest, K, H, stride_wn,
+                BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_N, BLOCK_K, SPANS_K,
+            )  # fmt: skip
             if IS_GATED:
                 up = quant_row_product(
-                    x_row, w1_ptr + w_offset, s1_ptr + s_offset, rest, K, stride_wn,
+                    x_row, w1_ptr + w_offset, s1_ptr + s_offset, rest, K, H, stride_wn,
                     BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_N, BLOCK_K, SPANS_K,
                 )  # fmt: skip
                 y += load_bias(b0_ptr, None, None, segment, offs_n, N)
@@ -119,12 +109,13 @@ def _quant_gemv_kernel(
             tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask_n)
     else:
         y = quant_tile_product(
-            x_ptr, w_ptr, s_ptr, M, rest, K, K, stride_wn, BITS, GROUP, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+            x_ptr, w_ptr, s_ptr, M, rest, K, H, K, stride_wn,
+            BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         if IS_GATED:
             up = quant_tile_product(
-                x_ptr, w1_ptr + w_offset, s1_ptr + s_offset, M, rest, K, K, stride_wn,
-                BITS, GROUP, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K,
+                x_ptr, w1_ptr + w_offset, s1_ptr + s_offset, M, rest, K, H, K, stride_wn,
+                BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             y += load_bias(b0_ptr, None, None, segment, offs_n, N)[:, None]
             y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, N)[:, None])
@@ -189,15 +180,14 @@ def quant_gemv(
         )
     if y.numel() == 0:
         return y
-    bits, width = 8 if weights[0].dtype == torch.int8 else 4, group_size(K, group)
-    width = 0 if width == K else width
+    bits, width, H, has_tail = layout_of(weights[0], K, group)
     config = choose(OP, _Key(x.dtype, triton.next_power_of_2(M), sizes[0], K, bits, width, gated))
     block = config["BLOCK_N"]
     residual = residual if residual is None else residual.contiguous()
     parts = (*pad_to_three(weights), *pad_to_three(scales), *pad_to_three(biases))
     pointers = (x.contiguous(), *parts, residual, y)
-    scalars = (M, *pad_to_three(sizes), K, weights[0].stride(0), scales[0].stride(0))
-    options = (act, gated, bits, width, scales[0].dim() == 3, K % (width or 1) > 0)
+    scalars = (M, *pad_to_three(sizes), K, H, weights[0].stride(0), scales[0].stride(0))
+    options = (act, gated, bits, width, scales[0].dim() == 3, has_tail)
     launched("quant_gemv")
     _quant_gemv_kernel[(sum([-(-n // block) for n in outputs]),)](*pointers, *scalars, *options, **config)
     return y
@@ -230,9 +220,9 @@ def _default(key: _Key) -> Config:
             return _config(1, 4, max(16, stored))
         return _config(1, 32, max(16, stored), SPANS_K=True)
     if key.rows > 1:
-        return _config(16, 32, max(32, min(128, stored)), num_stages=3)
+        return _config(16, 32, max(16, min(128, stored)), num_stages=3)
     block = max(16, min(1024, stored))
-    return _config(1, max(2, 2048 // block), block)
+    return _config(1, max(2, min(16, 2048 // block)), block)
 
 
 def _config(

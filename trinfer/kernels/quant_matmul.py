@@ -13,7 +13,7 @@ from trinfer.kernels.elements import activate, check_act, load_bias, pad_to_thre
 from trinfer.kernels.op import Op, as_rows, launched, nbytes
 from trinfer.kernels.quant_elements import (
     check_residual,
-    group_size,
+    layout_of,
     quant_linear_ref,
     quant_segments,
     quant_tile_product,
@@ -51,6 +51,7 @@ def _quant_matmul_kernel(
     N1,
     N2,
     K,
+    H,
     stride_xm,
     stride_wn,
     stride_sn,
@@ -59,6 +60,7 @@ def _quant_matmul_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -97,16 +99,16 @@ def _quant_matmul_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     y = quant_tile_product(
-        x_ptr, w_ptr + w_offset, s_ptr + s_offset, rest_m, rest_n, K, stride_xm, stride_wn,
-        BITS, GROUP, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K,
+        x_ptr, w_ptr + w_offset, s_ptr + s_offset, rest_m, rest_n, K, H, stride_xm, stride_wn,
+        BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if x_scale_ptr is not None:
         x_scale = tl.load(x_scale_ptr + row + offs_m, mask=offs_m < rest_m, other=0.0)[None, :]
         y *= x_scale
     if IS_GATED:
         up = quant_tile_product(
-            x_ptr, w1_ptr + w_offset, s1_ptr + s_offset, rest_m, rest_n, K, stride_xm, stride_wn,
-            BITS, GROUP, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr, w1_ptr + w_offset, s1_ptr + s_offset, rest_m, rest_n, K, H, stride_xm, stride_wn,
+            BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if x_scale_ptr is not None:
             up *= x_scale
@@ -176,17 +178,16 @@ def quant_matmul(
         return y
     rows = as_rows(x)
     M, K = rows.shape
-    bits, width = 8 if weights[0].dtype == torch.int8 else 4, group_size(K, group)
-    width = 0 if width == K else width
+    bits, width, H, has_tail = layout_of(weights[0], K, group)
     config = choose(OP, _Key(x.dtype, min(256, triton.next_power_of_2(M)), sizes[0], K, bits, width, gated))
     tiles = -(-M // config["BLOCK_M"]) * sum(-(-n // config["BLOCK_N"]) for n in outputs)
     residual, x_scale = (t if t is None else t.contiguous() for t in (residual, x_scale))
     parts = (*pad_to_three(weights), *pad_to_three(scales), *pad_to_three(biases))
     strides = (rows.stride(0), weights[0].stride(0), scales[0].stride(0))
-    options = (act, gated, bits, width, scales[0].dim() == 3)
+    options = (act, gated, bits, width, scales[0].dim() == 3, has_tail)
     launched("quant_matmul")
     _quant_matmul_kernel[(tiles,)](
-        rows, x_scale, *parts, residual, y, M, *pad_to_three(sizes), K, *strides, *options, **config
+        rows, x_scale, *parts, residual, y, M, *pad_to_three(sizes), K, H, *strides, *options, **config
     )
     return y
 
@@ -250,15 +251,18 @@ def _default(key: _Key) -> Config:
     stored = key.group or key.K
     stored = triton.next_power_of_2(stored if key.bits == 8 else -(-stored // 2))
     # an int8 product of tensor cores spans 32 columns
-    block = max(32, min(64, stored))
+    block = max(32 if key.dtype == torch.int8 else 16, min(64, stored))
     if backend.kind() != "gpu":
         return _config(min(128, max(16, key.M)), 64, block, 4, 1)
     if key.dtype == torch.float32:
         # no tensor cores: the products are scalar, and a larger tile spills
-        return _config(32, 32, 32, 4, 2)
+        return _config(32, 32, 32, 4, 1)
     if key.M <= 64:
         return _config(max(16, key.M), 64, block, 4, 3)
-    return _config(64, 64 if key.gated else 128, block, 8, 3)
+    # two accumulators of a gated tile, or the product of a group beside their sum
+    if key.gated or key.group:
+        return _config(64, 64, block, 4, 3)
+    return _config(64, 128, block, 8, 3)
 
 
 def _config(BLOCK_M: int, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int) -> Config:
