@@ -250,7 +250,7 @@ def attention(
         return o
     q, k, v, bias = unit_stride(q), unit_stride(k), unit_stride(v), as_bias(bias, (B, H, M, N))
     kv_range = kv_range if kv_range is None else kv_range.contiguous()
-    config = choose(OP, _Key(q.dtype, min(128, triton.next_power_of_2(M)), D, DV))
+    config = choose(OP, _Key(q.dtype, min(1024, triton.next_power_of_2(M)), D, DV))
     bias_strides = (None, None, None) if bias is None else bias.stride()[:3]
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *bias_strides)
     tensors = (q, k, v, bias, kv_range, alibi, sinks, o)
@@ -283,14 +283,18 @@ def _default(key: _Key) -> Config:
     block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (key.D, key.Dv))
     config = {"BLOCK_D": block_d, "BLOCK_DV": block_v, "num_warps": 4, "num_stages": 2}
     if backend.kind() != "gpu":
-        return config | {"PEELS": False, "BLOCK_M": 16 if key.M <= 16 else 64, "BLOCK_N": 64}
+        # found on 2 cores with AVX-512 BF16, causal, heads of 64: small blocks waste less of a triangle, 1.2
+        # times faster at 40 and 128 tokens; large ones read less, 1.1 times faster at 2048
+        rows, columns = (16, 32) if key.M <= 64 else (32, 32) if key.M <= 512 else (64, 64)
+        return config | {"PEELS": False, "BLOCK_M": rows, "BLOCK_N": columns}
     wide = max(block_d, block_v)
-    if key.dtype == torch.float32 or key.M <= 64:
-        return config | {
-            "PEELS": True,
-            "BLOCK_M": min(64, max(16, key.M)),
-            "BLOCK_N": 32 if wide > 64 else 64,
-        }
+    if key.dtype == torch.float32:
+        # no tensor core takes it: larger blocks spill
+        rows, columns, warps = (64, 32, 8) if wide <= 64 else (16, 32, 4) if wide <= 128 else (16, 16, 4)
+        return config | {"PEELS": True, "BLOCK_M": rows, "BLOCK_N": columns, "num_warps": warps}
+    if key.M <= 64:
+        columns = 32 if wide > 64 else 64
+        return config | {"PEELS": True, "BLOCK_M": max(16, key.M), "BLOCK_N": columns}
     # compiled for sm_80 and sm_90 without spills, but for 16 bytes with heads of 128 on sm_80
     rows, columns, stages = (128, 64, 3) if wide <= 128 else (64, 64, 2)
     return config | {

@@ -355,7 +355,11 @@ def _default(key: _Key) -> Config:
     if key.group == 1 and key.D <= 128:
         block_n = 64 if block_d <= 64 else 32
         return config | {"SPLITS": splits, "BLOCK_H": 1, "BLOCK_N": block_n, "num_stages": 1}
-    return config | {"SPLITS": splits, "BLOCK_H": 16, "num_stages": 3 if block_d <= 128 else 2}
+    # compiled for sm_80, sm_90 and gfx942: more keys of wide heads spill, or pass the 64 KB shared on gfx942
+    width = max(block_d, block_v) * key.dtype.itemsize
+    block_n = 64 if width <= 256 else 32 if width <= 512 else 16
+    stages = 3 if width <= 256 and key.dtype != torch.float32 else 2
+    return config | {"SPLITS": splits, "BLOCK_H": 16, "BLOCK_N": block_n, "num_stages": stages}
 
 
 def _cpu_blocks(key: _Key, width: int) -> dict[str, Any]:
