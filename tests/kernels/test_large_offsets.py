@@ -8,6 +8,7 @@ import torch
 
 from tests.strategies import assert_close, make, truth
 from trinfer.kernels import (
+    Norm,
     Prologue,
     attention,
     attention_ref,
@@ -17,7 +18,9 @@ from trinfer.kernels import (
     gemv,
     grouped_gemv,
     grouped_matmul,
+    gumbel,
     layer_norm,
+    lm_head,
     matmul,
     qkv_post,
     quant_gemv,
@@ -25,6 +28,7 @@ from trinfer.kernels import (
     quantize,
     rms_norm,
     rotary,
+    softmax,
     sort_by_expert,
 )
 
@@ -92,6 +96,16 @@ class TestOffsetsBeyond32Bits:
         y = torch.nn.functional.linear(x.double(), w.double())
         assert_close(gemv(x, far_apart(w)), y, torch.float16)
         assert_close(matmul(x, far_apart(w)), y, torch.float16)
+        assert_close(lm_head(x, far_apart(w))[0], y, torch.float16)
+        norm = Norm(w[0])
+        assert torch.equal(matmul(far_apart(x), w, norm=norm), matmul(x, w, norm=norm))
+        assert torch.equal(gemv(far_apart(x), w, norm=norm), gemv(x, w, norm=norm))
+
+    def test_u018_rows_of_logits(self):
+        x, far = self.x[:, 0], far_apart(self.x[:, 0])
+        assert torch.equal(softmax(far), softmax(x))
+        seed = torch.tensor([1])
+        assert torch.equal(gumbel(far, 1.0, seed, seed), gumbel(x, 1.0, seed, seed))
 
     def test_u018_experts(self):
         # the second of two experts starts beyond 2**31, as those of large models do

@@ -228,14 +228,16 @@ def _default(key: _Key) -> Config:
         # each program normalises its rows anew, and from two rows on half as many programs make up for that
         rows = 64 if key.has_norm and key.rows > 1 else 32
         return _config(1, rows, max(16, triton.next_power_of_2(key.K)), SPANS_K=True)
+    # float32 rows that are normalised on the way take registers: with larger blocks they spill
+    is_tight = key.has_norm and key.dtype == torch.float32
     if key.rows > 1:
-        return _config(16, 32, 128, num_stages=3)
+        return _config(16, 32, 32 if is_tight else 128, num_stages=3)
     if key.is_transposed:
-        return _config(1, 64, 16)
+        return _config(1, 32 if key.has_norm else 64, 16)
     if key.K % 256:
         # no masked lanes for sizes such as 576: 31 registers, 128-bit loads, 32 KB in flight per SM on sm_90
         return _config(1, 16, 64)
-    return _config(1, 4, 512) if key.K <= 2048 else _config(1, 2, 1024)
+    return _config(1, 4, 512) if key.K <= 2048 else _config(1, 2, 512 if is_tight else 1024)
 
 
 def _config(

@@ -42,12 +42,13 @@ def _gumbel_kernel(
     M,
     V,
     stride_xm,
+    IS_TENSOR: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program per (row, 4 times BLOCK_N entries)."""
     pid_m = tl.program_id(0)
     pid_n = tl.program_id(1)
-    if temperature.dtype.is_ptr():
+    if IS_TENSOR:
         temperature = tl.load(temperature)
     x_ptr += pid_m.to(tl.int64) * stride_xm
     seed = tl.load(seed_ptr)
@@ -112,7 +113,9 @@ def gumbel(
         config = choose(OP, _Key(logits.dtype, V))
         grid = (M, triton.cdiv(triton.cdiv(V, 4), config["BLOCK_N"]))
         launched("gumbel")
-        _gumbel_kernel[grid](rows, temperature, seed, offset, scratch, tokens, M, V, rows.stride(0), **config)
+        pointers = (rows, temperature, seed, offset, scratch, tokens)
+        is_tensor = isinstance(temperature, Tensor)
+        _gumbel_kernel[grid](*pointers, M, V, rows.stride(0), is_tensor, **config)
     return tokens
 
 

@@ -232,13 +232,15 @@ def _default(key: _Key) -> Config:
             return _config(1, 64, 16)
         return _config(1, 64 if key.has_norm else 32, max(16, triton.next_power_of_2(key.K)), SPANS_K=True)
     if key.rows > 1:
-        return _config(16, 32, 128, 2, num_stages=3)
+        # float32 rows that are normalised on the way take registers: with larger blocks they spill
+        is_tight = key.has_norm and key.dtype == torch.float32
+        return _config(16, 32, 32 if is_tight else 128, 2, num_stages=3)
     if key.is_transposed:
         return _config(1, 64, 16)
     # several blocks a program: each program normalises the row anew and makes one atomic update
     if key.K % 256:
         return _config(1, 16, 64, 4)
-    return _config(1, 4, 512, 8) if key.K <= 2048 else _config(1, 2, 1024, 8)
+    return _config(1, 2, 512, 16) if key.K <= 2048 else _config(1, 2, 1024, 8)
 
 
 def _config(

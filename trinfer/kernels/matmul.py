@@ -213,9 +213,10 @@ def _default(key: _Key) -> Config:
         return _config(min(128, max(16, key.M)), _norm_columns(key) if key.has_norm else columns, 64, 4, 1)
     if key.dtype == torch.float32:
         # no tensor cores: the products are scalar, and a larger tile spills
-        return _config(64, 32, 32, 4, 3)
+        return _config(32 if key.gated else 64, 32, 32, 4, 3)
     if key.M <= 64:
-        return _config(max(16, key.M), 64, 64, 4, 4)
+        # a third stage of two weights would not fit the shared memory of gfx942
+        return _config(max(16, key.M), 64, 64, 4, 3 if key.gated else 4)
     # 8 warps: with 4 this tile spills on sm_80 and sm_90; a gated tile holds two accumulators
     return _config(128, 64 if key.gated else 128, 64, 8, 3)
 
