@@ -1,6 +1,7 @@
 """Kernels whose programs race: each is blamed at its line, and its correct twin is not."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -118,6 +119,29 @@ def row_sum_after_the_row_is_overwritten(x_ptr, y_ptr, N, WRONG: tl.constexpr):
 )
 def test_races(kernel, what):
     check(kernel, what, lambda: (normal(64), normal(64, seed=1), 64))
+
+
+@triton.jit
+def long_copy(x_ptr, y_ptr, N, WRONG: tl.constexpr):
+    offs = tl.program_id(0) * (N - WRONG) + tl.arange(0, 4096)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs) + tl.program_id(0))  # fault
+
+
+def test_launches_from_two_threads(monkeypatch):
+    # for both threads: each sets and resets it
+    monkeypatch.setenv("TRINFER_CPU_CHECK", "1")
+
+    def work(grid):
+        return [
+            check(long_copy, "program 1 writes element 4095", lambda: make(grid), grid) for _ in range(20)
+        ]
+
+    def make(grid):
+        x = normal(4096 * grid)
+        return x, x.clone(), 4096
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (2, 5)))
 
 
 @triton.jit

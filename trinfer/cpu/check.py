@@ -9,6 +9,7 @@ An output is an argument that the kernel only stores to; arguments named `*cache
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _DID = ("reads", "writes", "updates")
 _MOST, _MOST_DIMS = 8, 8
 _SHADOW = 36
 """Bytes of the shadow of one element: `struct element` in check.c."""
+_one_at_a_time = threading.Lock()
 
 
 def is_checking() -> bool:
@@ -154,18 +156,19 @@ def checked_launch(
     regions = [_Region(*r) for r in _regions([p for p in pointers if isinstance(p, torch.Tensor)])]
     memory = (_Region * max(len(regions), 1))(*regions)
     faults = (_Fault * _MOST)()
-    try:
-        if not lib.t_check_begin(ranges, len(ranges), memory, len(regions), ctypes.c_int64(programs)):
-            raise MemoryError(
-                f"kernel {metadata.name}: TRINFER_CPU_CHECK=1 needs {_SHADOW} times the addresses of its "
-                "arguments; raise the limit (ulimit -v), or unset the variable for this launch"
-            )
-        launch(function, packed, programs, 1)
-        unwritten = [
-            _unwritten(lib, metadata.name, name, line, pointers[k]) for k, name, line in metadata.outputs
-        ]
-    finally:
-        count = lib.t_check_end(faults, _MOST)
+    # check.c knows one launch at a time
+    with _one_at_a_time:
+        try:
+            if not lib.t_check_begin(ranges, len(ranges), memory, len(regions), ctypes.c_int64(programs)):
+                raise MemoryError(
+                    f"kernel {metadata.name}: TRINFER_CPU_CHECK=1 needs {_SHADOW} bytes of addresses for "
+                    "each element of its arguments; raise the limit (ulimit -v), or unset the variable here"
+                )
+            launch(function, packed, programs, 1)
+            outputs = [(name, line, pointers[k]) for k, name, line in metadata.outputs]
+            unwritten = [_unwritten(lib, metadata.name, *output) for output in outputs]
+        finally:
+            count = lib.t_check_end(faults, _MOST)
     found = [_describe(metadata.name, f, pointers) for f in faults[: min(count, _MOST)]]
     found += [text for text in unwritten if text]
     if found:
