@@ -1,6 +1,8 @@
 # make demo: install, then answer on two small models through trinfer's kernels
 # make test: install, then run every test that needs no GPU, those of the kernels once more under the sanitizer
 # make aot: compile every kernel in every configuration for four GPUs, with no GPU at hand
+# make mutants: plant small faults in the kernels and see whether their tests notice; half an hour
+# make matrix: the backend's tests and the compile gate on the other versions of triton and transformers; an hour
 # make lint: ruff and mypy
 # A second call installs nothing: a stamp file in the venv is newer than pyproject.toml and constraints.txt.
 
@@ -14,7 +16,7 @@ PARALLEL := --numprocesses auto --dist loadgroup
 INSTALL := $(PIP) install --constraint constraints.txt $(TORCH)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test aot lint
+.PHONY: demo test aot mutants matrix lint
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/trinfer demo
@@ -25,6 +27,12 @@ test: $(VENV)/.test
 
 aot: $(VENV)/.test
 	$(VENV)/bin/python -m tests.aot
+
+mutants: $(VENV)/.test
+	$(VENV)/bin/python -m tests.mutants
+
+matrix: $(VENV)/.test
+	$(VENV)/bin/python -m tests.matrix
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check

@@ -111,15 +111,16 @@ def _gated() -> Sides:
     }
 
 
+_HEADS = "causal attention, 9 query and 3 kv heads of 64, 512 tokens"
 COMPARISONS = (
     Comparison("rms_norm 128x576 fp32", 1, _norm),
     Comparison("linear and gelu 128x576x1536 fp32", 1, _linear_gelu),
-    Comparison("causal attention, 9 query and 3 kv heads of 64, 512 tokens, fp32", 1, _attention(torch.float32)),
-    Comparison("causal attention, 9 query and 3 kv heads of 64, 512 tokens, bf16", 1, _attention(torch.bfloat16)),
+    Comparison(f"{_HEADS}, fp32", 1, _attention(torch.float32)),
+    Comparison(f"{_HEADS}, bf16", 1, _attention(torch.bfloat16)),
     Comparison("products of one SmolLM2-135M token fp32", 2, _token(torch.float32)),
     Comparison("products of one SmolLM2-135M token bf16", 2, _token(torch.bfloat16)),
     Comparison("gated product 2x1536x576 fp32", 1, _gated),
-)  # fmt: skip
+)
 
 
 def measure(comparison: Comparison, count: int) -> dict[str, Any]:

@@ -148,6 +148,7 @@ def steps(dtype):
     check("attention", dtype, q, k, v, is_causal=True, alibi=kernels.alibi_slopes(2), **options)
 
 
+ELEMENTWISE = (norms, activations, positions)
 CASES = {
     f"{case.__name__} {str(dtype).removeprefix('torch.')}": partial(case, dtype)
     for case in (
