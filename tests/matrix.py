@@ -1,4 +1,4 @@
-"""The tests on the other versions of triton and transformers that trinfer runs on, each in its own environment.
+"""The tests on all versions of triton and transformers that trinfer runs on, each in an environment.
 
     python -m tests.matrix                          # all of them; an hour on two cores
     python -m tests.matrix --only triton==3.6.0
@@ -91,7 +91,8 @@ def main() -> int:
         if args.only in str(environment):
             print(environment, flush=True)
             python = make(environment)
-            passed &= all([run(python, command) for command in environment.commands])
+            for command in environment.commands:
+                passed &= run(python, command)
     return 0 if passed else 1
 
 
