@@ -155,6 +155,10 @@ class TestCompilesOnce:
             q, scale = kernels.quantize(x[:M])
             kernels.quant_gemv(x[:M], w.to(torch.int8), w[:, :1].contiguous())
             kernels.quant_matmul(q, w.to(torch.int8), w[:, :1].contiguous(), x_scale=scale, dtype=x.dtype)
+            kernels.gemv(x[:M], w, norm=kernels.Norm(w[0]), out=torch.empty(M, 24))
+            kernels.lm_head(x[:M], w)
+            kernels.softmax(x[:M])
+            kernels.gumbel(x[:M], 1.0, torch.tensor([M]), torch.tensor([M]))
         assert sorted(set(compiled)) == sorted(compiled)
 
     def test_any_slice_of_ids(self, compiled):

@@ -3,6 +3,7 @@
 Shape letters: B batch, H query heads, G kv heads, M query length, N key length, D head_dim;
 for products M rows, N outputs, K inputs, V vocabulary; R rotated entries of a head;
 E experts, P pairs (token, expert).
+A norm in front of a product needs no launch of its own: `norm=Norm(...)` of gemv, matmul and lm_head.
 """
 
 from trinfer.kernels.activation import OP as ACTIVATION
