@@ -140,6 +140,15 @@ def test_gumbel_leaves_its_scratch_ready():
         assert not scratch.any()
 
 
+def test_gumbel_is_right_with_many_threads():
+    logits, scratch = make((3, 20000), torch.float32, 0), torch.zeros(6, dtype=torch.int64)
+    expected = [gumbel(logits, 1.0, long(0), long(step)) for step in range(10)]
+    torch.set_num_threads(4)
+    for step in range(200):
+        token = gumbel(logits, 1.0, long(0), long(step % 10), scratch=scratch)
+        assert torch.equal(token, expected[step % 10])
+
+
 def test_gumbel_refuses_what_does_not_fit():
     logits = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="temperature=0 - allowed: above 0 - for 0 take their argmax"):
