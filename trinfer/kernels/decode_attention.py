@@ -11,7 +11,7 @@ from trinfer import backend
 from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import dot, load_tile
 from trinfer.kernels.heads import Prologue, check_new_token, load_heads, prologue_ref, with_equal_strides
-from trinfer.kernels.op import Op, as_bias, launched, nbytes, unit_stride
+from trinfer.kernels.op import Op, as_bias, launched, nbytes, strides_of, unit_stride
 from trinfer.kernels.scores import add_bias, attend_ref, check_attention, fold_key, load_range, scale_scores
 from trinfer.kernels.splits import MAX_SPLITS, combine_splits, share_keys, split_scratch
 
@@ -286,7 +286,7 @@ def decode_attention(
     config = choose(OP, _Key(q.dtype, H // G, D, DV, B * G))
     partials, tickets = scratch or split_scratch(B, H, DV, config["SPLITS"], q.device)
     tensors = (q, k, v, bias, kv_range, alibi, sinks, x, y, *prologue.tables, o, partials, tickets)
-    strides = (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *_strides(bias), *_strides(x))
+    strides = (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 2), *strides_of(x, 2))
     launched("decode_attention")
     _decode_attention_kernel[(G * -(-H // G // config["BLOCK_H"]), config["SPLITS"], B)](
         *tensors, N, H // G, *strides, softcap, sm_scale, window, *prologue.constants(D), D, DV, **config
@@ -341,10 +341,6 @@ def _attend_ref(
     return o if out is None else out.copy_(o)
 
 
-def _strides(x: Tensor | None) -> tuple[int | None, ...]:
-    return (None, None) if x is None else x.stride()[:2]
-
-
 def _default(key: _Key) -> Config:
     block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (key.D, key.Dv))
     config = {"SPLITS": 1, "BLOCK_D": block_d, "BLOCK_DV": block_v, "BLOCK_N": 64, "num_warps": 4}
@@ -355,11 +351,14 @@ def _default(key: _Key) -> Config:
     if key.group == 1 and key.D <= 128:
         block_n = 64 if block_d <= 64 else 32
         return config | {"SPLITS": splits, "BLOCK_H": 1, "BLOCK_N": block_n, "num_stages": 1}
-    # compiled for sm_80, sm_90 and gfx942: more keys of wide heads spill, or pass the 64 KB shared on gfx942
-    width = max(block_d, block_v) * key.dtype.itemsize
-    block_n = 64 if width <= 256 else 32 if width <= 512 else 16
-    stages = 3 if width <= 256 and key.dtype != torch.float32 else 2
-    return config | {"SPLITS": splits, "BLOCK_H": 16, "BLOCK_N": block_n, "num_stages": stages}
+    # compiled for sm_80, sm_90 and gfx942: more keys or stages spill, or pass the 64 KB shared on gfx942
+    wide = max(block_d, block_v) > 128
+    if key.dtype == torch.float32:
+        block_n, warps, stages = (16, 8, 1) if wide else (32, 4, 1 if max(block_d, block_v) <= 64 else 2)
+    else:
+        block_n, warps, stages = (32, 4, 2) if wide else (64, 4, 3)
+    blocks = {"BLOCK_H": 16, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+    return config | {"SPLITS": splits} | blocks
 
 
 def _cpu_blocks(key: _Key, width: int) -> dict[str, Any]:
@@ -387,11 +386,14 @@ def _cost(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[int, int]:
     return nbytes(q, k, v) + B * H * DV * q.element_size(), 2 * B * H * N * (D + DV)
 
 
-_SPACE = tuple(
-    {"BLOCK_N": n, "num_warps": w, "num_stages": s}
-    for n in (32, 64, 128)
-    for w in (2, 4, 8)
-    for s in (1, 2, 3, 4)
+_SPACE = (
+    *(
+        {"BLOCK_N": n, "num_warps": w, "num_stages": s}
+        for n in (32, 64)
+        for w in (2, 4, 8)
+        for s in (1, 2, 3, 4)
+    ),
+    *({"SPLITS": s} for s in (1, 2, 4, 8, 16, 32, MAX_SPLITS)),
 )
 
 OP = Op("decode_attention", decode_attention, decode_attention_ref, _SPACE, _default, _inputs, _cost)

@@ -114,6 +114,11 @@ def as_bias(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return unit_stride(bias.expand(shape))
 
 
+def strides_of(x: Tensor | None, dims: int) -> tuple[int | None, ...]:
+    """The first `dims` strides of a tensor that may be missing."""
+    return (None,) * dims if x is None else x.stride()[:dims]
+
+
 def nbytes(*tensors: Tensor | None) -> int:
     """Bytes of all given tensors together."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
