@@ -214,8 +214,9 @@ def _default(key: _Key) -> Config:
         columns = 32 if key.dtype == torch.bfloat16 else 64
         return _config(min(128, max(16, key.M)), _norm_columns(key) if key.has_norm else columns, 64, 4, 1)
     if key.dtype == torch.float32:
-        # no tensor cores: the products are scalar, and a larger tile spills
-        return _config(32 if key.gated else 64, 32, 32, 4, 3)
+        # no tensor cores: the products are scalar, and a larger tile spills; of two gated products without a
+        # norm already 64 rows do on sm_80, with a norm 32 rows do on sm_90
+        return _config(32 if key.gated and not key.has_norm else 64, 32, 32, 4, 3)
     if key.M <= 64:
         # a third stage of two weights would not fit the shared memory of gfx942
         return _config(max(16, key.M), 64, 64, 4, 3 if key.gated else 4)
