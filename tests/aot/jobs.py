@@ -11,7 +11,7 @@ import torch
 from bench.run import MODELS
 from tests.aot.targets import TARGETS, Facts, compile_op
 from trinfer.autotune import Config
-from trinfer.kernels import OPS
+from trinfer.kernels import OPS, Norm, Prologue
 from trinfer.kernels.op import Op
 
 # one token, a small batch, a prompt
@@ -19,6 +19,7 @@ ROWS = (1, 8, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 Arguments = dict[str, Any]
+Variant = Callable[[Arguments], Arguments]
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,44 @@ class Job:
 
 
 def _gated(arguments: Arguments) -> Arguments:
-    weight = arguments["weight"]
-    return arguments | {"weight": (weight, weight), "gated": True, "act": "silu"}
+    pairs = {name: (arguments[name],) * 2 for name in ("weight", "scale") if name in arguments}
+    return arguments | pairs | {"gated": True, "act": "silu"}
 
 
 def _segments(arguments: Arguments) -> Arguments:
     x, weight = arguments["x"], arguments["weight"]
-    bias = weight.new_empty(weight.shape[0])
+    parts = {name: (arguments[name],) * 3 for name in ("weight", "scale") if name in arguments}
+    bias = x.new_empty(weight.shape[0])
     residual = x.new_empty(*x.shape[:-1], 3 * weight.shape[0])
-    return arguments | {"weight": (weight,) * 3, "bias": (bias, None, bias), "residual": residual}
+    return arguments | parts | {"bias": (bias, None, bias), "residual": residual}
 
 
 def _columns(arguments: Arguments) -> Arguments:
     weight = arguments["weight"]
     return arguments | {"weight": weight.new_empty(weight.shape[::-1]).T, "act": "gelu_tanh"}
+
+
+def _normed(arguments: Arguments) -> Arguments:
+    weight = arguments["x"].new_empty(arguments["x"].shape[-1])
+    return arguments | {"norm": Norm(weight, weight, 1e-5, "layer")}
+
+
+def _codes(symmetric: bool, group: int = 64) -> Variant:
+    """Weights of 4 bits."""
+
+    def four_bits(arguments: Arguments) -> Arguments:
+        N, K = arguments["weight"].shape
+        weight = arguments["weight"].new_empty(N, K // 2, dtype=torch.uint8)
+        shape = (N, K // group) if symmetric else (N, 2, K // group)
+        return arguments | {"weight": weight, "scale": arguments["scale"].new_empty(shape), "group": group}
+
+    return four_bits
+
+
+def _integers(arguments: Arguments) -> Arguments:
+    x = arguments["x"]
+    codes, x_scale = x.new_empty(x.shape, dtype=torch.int8), x.new_empty(len(x), 1, dtype=torch.float32)
+    return arguments | {"x": codes, "x_scale": x_scale, "dtype": x.dtype}
 
 
 def _masked(arguments: Arguments) -> Arguments:
@@ -67,11 +92,30 @@ def _biased(arguments: Arguments) -> Arguments:
     return arguments | {"bias": q.new_empty(1, 1, q.shape[2], k.shape[2])}
 
 
-VARIANTS: dict[str, dict[str, Callable[[Arguments], Arguments]]] = {
-    "gemv": {"gated": _gated, "segments": _segments, "columns": _columns},
-    "matmul": {"gated": _gated, "segments": _segments, "columns": _columns},
-    "attention": {"masked": _masked, "biased": _biased},
-    "decode_attention": {"masked": _masked, "biased": _biased},
+def _scored(arguments: Arguments) -> Arguments:
+    heads = arguments["q"].new_empty(arguments["q"].shape[1], dtype=torch.float32)
+    return arguments | {"alibi": heads, "softcap": 30.0, "sinks": heads}
+
+
+def _step(arguments: Arguments) -> Arguments:
+    """What a whole decode step asks of attention."""
+    k, D = arguments["k"], arguments["k"].shape[3]
+    table, weight, new = k.new_empty(k.shape[2], D), k.new_empty(D), k[:, :, :1]
+    prologue = Prologue(weight, weight, cos=table, sin=table)
+    return _masked(arguments) | {"new": (new, new), "prologue": prologue}
+
+
+_PRODUCT = {"gated": _gated, "segments": _segments}
+_CODES = {"int4": _codes(True), "int4 with zeros": _codes(False)}
+VARIANTS: dict[str, dict[str, Variant]] = {
+    "gemv": {**_PRODUCT, "columns": _columns, "normed": _normed},
+    "matmul": {**_PRODUCT, "columns": _columns, "normed": _normed},
+    "quant_gemv": {**_PRODUCT, **_CODES},
+    "quant_matmul": {**_PRODUCT, **_CODES, "integers": _integers},
+    "grouped_gemv": {"gated": _gated},
+    "grouped_matmul": {"gated": _gated},
+    "attention": {"masked": _masked, "biased": _biased, "scored": _scored},
+    "decode_attention": {"masked": _masked, "biased": _biased, "scored": _scored, "step": _step},
 }
 
 
