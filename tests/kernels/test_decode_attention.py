@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.test_rotary import table
 from tests.strategies import DTYPES, assert_close, dtypes, layouts, make, seeds, sizes, truth
@@ -167,10 +168,13 @@ def draw_step(variant, counts, N, seed):
     return q, caches, tuple(new), options | {"sm_scale": 1.5 * D**-0.5}
 
 
-@pytest.mark.parametrize("config", SPLITS)
-@given(st.sampled_from(STEPS), heads, keys, seeds)
+@pytest.mark.parametrize(
+    ("config", "variants"), [*zip(SPLITS, (STEPS, STEPS[::2], STEPS[1::2]), strict=True)]
+)
+@given(st.data(), heads, keys, seeds)
 @settings(max_examples=20)
-def test_decode_attention_of_a_new_token_matches_ref(config, variant, counts, N, seed):
+def test_decode_attention_of_a_new_token_matches_ref(config, variants, data, counts, N, seed):
+    variant = data.draw(st.sampled_from(variants))
     dtype = variant[0]
     q, caches, new, options = draw_step(variant, counts, N, seed)
     options["kv_range"] = draw_range(counts[0], N, seed)
@@ -293,6 +297,28 @@ def test_decode_attention_with_other_scores_matches_ref(variant, counts, N, seed
     _, _, _, others = draw_step((dtype, 64, None, False, False, names), counts, 1, seed)
     options |= {name: others[name] for name in names} | {"kv_range": draw_range(counts[0], N, seed)}
     assert_close(decode_attention(q, k, v, **options), truth(decode_attention_ref, q, k, v, **options), dtype)
+
+
+def test_decode_attention_of_a_step_runs_nothing_but_its_kernel():
+    q, caches, new, options = draw_step(STEPS[4], (2, 2, 3), 40, 0)
+    scratch, out = split_scratch(2, 6, 64), torch.empty(2, 1, 6, 64, dtype=torch.bfloat16)
+    options |= {
+        "kv_range": torch.tensor([[0, 9], [3, 40]], dtype=torch.int32),
+        "scratch": scratch,
+        "out": out,
+    }
+    called = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            called.append(op)
+            return op(*args, **(kwargs or {}))
+
+    with pin(OP, {"SPLITS": 2}):
+        decode_attention(q, *caches, new=new, **options)
+        with Watch():
+            decode_attention(q, *caches, new=new, **options)
+    assert not called
 
 
 def test_decode_attention_writes_where_it_is_told():

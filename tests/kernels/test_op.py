@@ -139,6 +139,19 @@ class TestCompilesOnce:
             kernels.decode_attention(q, view, view, sm_scale=0.2)
         assert len(compiled) <= 1
 
+    def test_decoding_in_place(self, compiled):
+        k = torch.zeros(2, 2, 64, 72)
+        tables = torch.zeros(64, 72)
+        prologue = kernels.Prologue(cos=tables, sin=tables)
+        for N in range(1, 64):
+            q, new = torch.zeros(2, 4, 1, 72), torch.zeros(2, 2, 1, 72)
+            kv_range = torch.tensor([[0, N], [N // 2, N]], dtype=torch.int32)
+            options = {"sm_scale": 0.2, "kv_range": kv_range, "prologue": prologue}
+            kernels.decode_attention(q, k, k.clone(), new=(new, new), **options)
+            places = kv_range[:, 1:] - 1
+            kernels.qkv_post(q, new, new, k, k.clone(), places, prologue, kv_range=kv_range)
+        assert len(compiled) <= 2
+
     def test_prefill_of_any_length(self, compiled):
         for M in (1, 2, 7, 15, 16):
             q, k = torch.zeros(2, 4, M, 176), torch.zeros(2, 2, M + 5, 176)
