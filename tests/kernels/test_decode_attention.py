@@ -366,3 +366,10 @@ def test_decode_attention_refuses_what_does_not_fit():
         table = torch.zeros(5, 6)
         prologue = Prologue(cos=table, sin=table)
         decode_attention(q[..., :4], k[..., :4], v, prologue=prologue, **options)
+    with (
+        pin(OP, {"SPLITS": 4}),
+        pytest.raises(
+            ValueError, match=r"scratch holds 240 and 12 entries - allowed: 480 and 12 or more for 4"
+        ),
+    ):
+        decode_attention(q, k, v, scratch=split_scratch(2, 6, 8, 2), **options)

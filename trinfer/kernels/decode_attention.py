@@ -13,7 +13,7 @@ from trinfer.kernels.elements import dot, load_tile
 from trinfer.kernels.heads import Prologue, check_new_token, load_heads, prologue_ref, with_equal_strides
 from trinfer.kernels.op import Op, as_bias, launched, nbytes, strides_of, unit_stride
 from trinfer.kernels.scores import add_bias, attend_ref, check_attention, fold_key, load_range, scale_scores
-from trinfer.kernels.splits import MAX_SPLITS, combine_splits, share_keys, split_scratch
+from trinfer.kernels.splits import MAX_SPLITS, as_scratch, combine_splits, share_keys
 
 _NO_PROLOGUE = Prologue()
 
@@ -237,7 +237,7 @@ def decode_attention(
     new: tuple[Tensor, Tensor] | None = None,
     prologue: Prologue = _NO_PROLOGUE,
     out: Tensor | None = None,
-    scratch: tuple[Tensor, Tensor] | None = None,
+    scratch: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
     """softmax(cap(q kᵀ · sm_scale) + bias + alibi · (key - query position), over the valid keys) v.
 
@@ -284,7 +284,7 @@ def decode_attention(
     kv_range = kv_range if kv_range is None else kv_range.contiguous()
     x, y = with_equal_strides(new)
     config = choose(OP, _Key(q.dtype, H // G, D, DV, B * G))
-    partials, tickets = scratch or split_scratch(B, H, DV, config["SPLITS"], q.device)
+    partials, tickets = as_scratch(scratch, B, H, DV, config["SPLITS"], q)
     tensors = (q, k, v, bias, kv_range, alibi, sinks, x, y, *prologue.tables, o, partials, tickets)
     strides = (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 2), *strides_of(x, 2))
     launched("decode_attention")
@@ -309,7 +309,7 @@ def decode_attention_ref(
     new: tuple[Tensor, Tensor] | None = None,
     prologue: Prologue = _NO_PROLOGUE,
     out: Tensor | None = None,
-    scratch: tuple[Tensor, Tensor] | None = None,
+    scratch: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
     """The truth of `decode_attention`; it writes the new key and value as well."""
     options = (window, kv_range, bias, alibi, softcap, sinks)

@@ -25,15 +25,15 @@ def share_keys(lo, hi, pos, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def combine_splits(
-    acc, l_i, m_i, partial_ptr, ticket_ptr, rows, mask_h, used, B, DV: tl.constexpr, SPLITS: tl.constexpr
+    acc, l_i, m_i, partial_ptr, ticket_ptr, rows, mask_h, used, count, DV: tl.constexpr, SPLITS: tl.constexpr
 ):
     """Store what one split found; the program that comes last adds up what the used ones found."""
     offs_v = tl.arange(0, acc.shape[1])[None, :]
     mask = mask_h[:, None] & (offs_v < DV)
-    # weighted values [B, H, SPLITS, DV], then sum and maximum [B, H, SPLITS, 2]
+    # weighted values [count, SPLITS, DV], then sum and maximum [count, SPLITS, 2]
     split = tl.program_id(1)
     sums = partial_ptr + rows * (SPLITS * DV)
-    pairs = partial_ptr + tl.cast(B, tl.int64) * (SPLITS * DV) + rows * (SPLITS * 2)
+    pairs = partial_ptr + tl.cast(count, tl.int64) * (SPLITS * DV) + rows * (SPLITS * 2)
     tl.store(sums[:, None] + split * DV + offs_v, acc, mask=mask)
     tl.store(pairs + split * 2, l_i, mask=mask_h)
     tl.store(pairs + split * 2 + 1, m_i, mask=mask_h)
@@ -66,3 +66,19 @@ def split_scratch(
         return None, None
     partials = torch.empty(B * H * splits * (Dv + 2), dtype=torch.float32, device=device)
     return partials, torch.zeros(B * H, dtype=torch.int32, device=device)
+
+
+def as_scratch(
+    scratch: tuple[Tensor | None, Tensor | None] | None, B: int, H: int, Dv: int, splits: int, x: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """`scratch`, refused if it is too small for a launch on the device of x, or a new one."""
+    if scratch is None or splits == 1:
+        return split_scratch(B, H, Dv, splits, x.device)
+    sizes = [0 if part is None else part.numel() for part in scratch]
+    least = [B * H * splits * (Dv + 2), B * H]
+    if sizes[0] < least[0] or sizes[1] < least[1]:
+        raise ValueError(
+            f"scratch holds {sizes[0]} and {sizes[1]} entries - allowed: {least[0]} and {least[1]} or more "
+            f"for {splits} splits - pass split_scratch({B}, {H}, {Dv})"
+        )
+    return scratch
