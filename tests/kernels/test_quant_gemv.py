@@ -91,10 +91,10 @@ def test_quant_gemv_adds_zeros_to_every_weight(M, N, K, seed):
     assert_close(quant_gemv(x, w, moved, group=32), expected, torch.float32)
 
 
-@given(st.sampled_from([VARIANTS[0], VARIANTS[3]]), sizes(1, 100), st.just(100), seeds)
-def test_quant_gemv_gives_a_row_the_same_alone_and_in_a_small_batch(variant, N, K, seed):
-    dtype, kind, _ = variant
-    x, ((w,), (s,)) = make((8, K), dtype, seed), make_codes((N,), K, kind, seed + 1)
+@given(st.sampled_from([(VARIANTS[0], 4), (VARIANTS[3], 2)]), sizes(1, 100), st.just(100), seeds)
+def test_quant_gemv_gives_a_row_the_same_alone_and_in_a_small_batch(limit, N, K, seed):
+    (dtype, kind, _), M = limit
+    x, ((w,), (s,)) = make((M, K), dtype, seed), make_codes((N,), K, kind, seed + 1)
     alone = [quant_gemv(row, w, s, group=kind.get("group")) for row in x.split(1)]
     assert torch.equal(quant_gemv(x, w, s, group=kind.get("group")), torch.cat(alone))
 

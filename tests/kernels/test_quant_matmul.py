@@ -168,6 +168,17 @@ def test_quant_matmul_in_its_own_configuration(is_int):
         assert_close(y, truth(quant_matmul_ref, x, w, s, **options), torch.float32)
 
 
+@pytest.mark.parametrize("as_float", [False, True])
+@pytest.mark.parametrize("kind", [{"bits": 8}, {"bits": 4, "group": 32, "symmetric": False}], ids=str)
+def test_quant_matmul_of_codes_is_the_same_in_integers_and_floats(kind, as_float):
+    x, x_scale = quantize(make((40, 300), torch.float32, 0))
+    (w,), (s,) = make_codes((90,), 300, kind, 1)
+    options = {"group": kind.get("group"), "x_scale": x_scale, "dtype": torch.float32}
+    with pin(OP, SMALL | {"AS_FLOAT": as_float}):
+        y = quant_matmul(x, w, s, **options)
+    assert_close(y, truth(quant_matmul_ref, x, w, s, **options), torch.float32)
+
+
 @pytest.mark.parametrize("variant", VARIANTS[::2], ids=str)
 @pytest.mark.parametrize("config", [{"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128}], ids=str)
 def test_quant_matmul_is_right_in_every_configuration(config, variant):

@@ -31,12 +31,20 @@ def high_codes(q):
 
 
 @triton.jit
-def _as_factor(codes, x):
-    """Codes in the dtype of x, where they are exact."""
-    if IS_INTERPRETED:
-        # the interpreter turns integers into the bits of bfloat16
-        codes = codes.to(tl.float32)
-    return codes.to(x.dtype)
+def _dot_codes(codes, x, acc, AS_FLOAT: tl.constexpr):
+    """acc + codes @ x: in int32 for codes x, else in float32, where codes are exact in every dtype of x."""
+    if x.dtype == tl.int8 and AS_FLOAT:
+        # exact, too: products of codes add up to less than 2**24 over 1,000 of them
+        part = tl.zeros(acc.shape, dtype=tl.float32)
+        acc += dot(codes.to(tl.bfloat16), x.to(tl.bfloat16), part).to(acc.dtype)
+    elif x.dtype == tl.int8:
+        acc = int_dot(codes, x, acc)
+    else:
+        if IS_INTERPRETED:
+            # the interpreter turns integers into the bits of bfloat16
+            codes = codes.to(tl.float32)
+        acc = dot(codes.to(x.dtype), x, acc)
+    return acc
 
 
 @triton.jit
@@ -198,6 +206,7 @@ def quant_tile_product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AS_FLOAT: tl.constexpr,
 ):
     """w · xᵀ for the first BLOCK_M rows of x and BLOCK_N rows of w, [BLOCK_N, BLOCK_M] float32.
 
@@ -217,9 +226,9 @@ def quant_tile_product(
     mask_n = offs_n < N
     q_rows = q_ptr + offs_n[:, None] * stride_wn + offs_k[None, :]
     x_rows = x_ptr + offs_m[None, :] * stride_xm + offs_k[:, None]
-    IS_INT: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     # int32 sums of one scale hold all of a row of fewer than 2**17 columns
-    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32 if IS_INT and GROUP == 0 else tl.float32)
+    SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUM if GROUP == 0 else tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     for i in range(G * per_group):
         g = i // per_group
@@ -235,20 +244,13 @@ def quant_tile_product(
         x_ptrs = x_rows + (g * group + h)
         x = tl.load(x_ptrs, mask=(offs_k[:, None] < low) & mask_m[None, :], other=0)
         codes = q if BITS == 8 else low_codes(q)
-        if IS_INT:
-            start = acc if GROUP == 0 else tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
-            part = int_dot(codes, x, start)
-        else:
-            start = acc if GROUP == 0 else tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-            part = dot(_as_factor(codes, x), x, start)
+        start = acc if GROUP == 0 else tl.zeros([BLOCK_N, BLOCK_M], dtype=SUM)
+        part = _dot_codes(codes, x, start, AS_FLOAT)
         x_sum = x.to(tl.float32)
         if BITS == 4:
             mask_x = (offs_k[:, None] < high) & mask_m[None, :]
             x = tl.load(x_ptrs + H, mask=mask_x, other=0)
-            if IS_INT:
-                part = int_dot(high_codes(q), x, part)
-            else:
-                part = dot(_as_factor(high_codes(q), x), x, part)
+            part = _dot_codes(high_codes(q), x, part, AS_FLOAT)
             x_sum += x.to(tl.float32)
         if GROUP == 0:
             acc = part
@@ -366,10 +368,8 @@ def _check_codes(w: Tensor, s: Tensor, K: int, group: int) -> None:
 def layout_of(w: Tensor, K: int, group: int | None) -> tuple[int, int, int, bool]:
     """Bits of a code, columns of a group (0: whole rows), those stored, whether the last group is shorter."""
     bits, group = 8 if w.dtype == torch.int8 else 4, group_size(K, group)
-    H = group if bits == 8 else -(-group // 2)
-    if group == K:
-        return bits, 0, H, bits == 4 and K % 2 > 0
-    return bits, group, H, K % group > 0
+    H = stored_columns(group, group, bits)
+    return (bits, 0, H, bits == 4 and K % 2 > 0) if group == K else (bits, group, H, K % group > 0)
 
 
 def check_residual(y: Tensor, residual: Tensor | None) -> None:

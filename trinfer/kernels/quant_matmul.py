@@ -64,6 +64,7 @@ def _quant_matmul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AS_FLOAT: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
     """One program per [BLOCK_M, BLOCK_N] tile of the outputs of one segment."""
@@ -100,7 +101,7 @@ def _quant_matmul_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     y = quant_tile_product(
         x_ptr, w_ptr + w_offset, s_ptr + s_offset, rest_m, rest_n, K, H, stride_xm, stride_wn,
-        BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_M, BLOCK_N, BLOCK_K,
+        BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_M, BLOCK_N, BLOCK_K, AS_FLOAT,
     )  # fmt: skip
     if x_scale_ptr is not None:
         x_scale = tl.load(x_scale_ptr + row + offs_m, mask=offs_m < rest_m, other=0.0)[None, :]
@@ -108,7 +109,7 @@ def _quant_matmul_kernel(
     if IS_GATED:
         up = quant_tile_product(
             x_ptr, w1_ptr + w_offset, s1_ptr + s_offset, rest_m, rest_n, K, H, stride_xm, stride_wn,
-            BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_M, BLOCK_N, BLOCK_K,
+            BITS, GROUP, HAS_ZERO, HAS_TAIL, BLOCK_M, BLOCK_N, BLOCK_K, AS_FLOAT,
         )  # fmt: skip
         if x_scale_ptr is not None:
             up *= x_scale
@@ -253,7 +254,8 @@ def _default(key: _Key) -> Config:
     # an int8 product of tensor cores spans 32 columns
     block = max(32 if key.dtype == torch.int8 else 16, min(64, stored))
     if backend.kind() != "gpu":
-        return _config(min(128, max(16, key.M)), 64, block, 4, 1)
+        # integer products of tiles are scalar code in the CPU backend, those of bfloat16 3 times faster
+        return _config(min(128, max(16, key.M)), 64, block, 4, 1, AS_FLOAT=backend.kind() == "cpu")
     if key.dtype == torch.float32:
         # no tensor cores: the products are scalar, and a larger tile spills
         return _config(32, 32, 32, 4, 1)
@@ -265,11 +267,14 @@ def _default(key: _Key) -> Config:
     return _config(64, 128, block, 8, 3)
 
 
-def _config(BLOCK_M: int, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int) -> Config:
+def _config(
+    BLOCK_M: int, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int, AS_FLOAT: bool = False
+) -> Config:
     return {
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": BLOCK_K,
+        "AS_FLOAT": AS_FLOAT,
         "GROUP_M": 8,
         "num_warps": num_warps,
         "num_stages": num_stages,
