@@ -19,6 +19,7 @@ class _Key(NamedTuple):
     M: int
     D: int
     Dv: int
+    has_bias: bool
 
 
 @triton.jit
@@ -250,7 +251,7 @@ def attention(
         return o
     q, k, v, bias = unit_stride(q), unit_stride(k), unit_stride(v), as_bias(bias, (B, H, M, N))
     kv_range = kv_range if kv_range is None else kv_range.contiguous()
-    config = choose(OP, _Key(q.dtype, min(1024, triton.next_power_of_2(M)), D, DV))
+    config = choose(OP, _Key(q.dtype, min(1024, triton.next_power_of_2(M)), D, DV, bias is not None))
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 3))
     tensors = (q, k, v, bias, kv_range, alibi, sinks, o)
     launched("attention")
@@ -289,13 +290,21 @@ def _default(key: _Key) -> Config:
     wide = max(block_d, block_v)
     if key.dtype == torch.float32:
         # no tensor core takes it: larger blocks spill
-        rows, columns, warps = (64, 32, 8) if wide <= 64 else (16, 32, 4) if wide <= 128 else (16, 16, 4)
+        rows, columns, warps = (64, 32, 8) if wide <= 64 else (16, 16, 4)
         return config | {"PEELS": True, "BLOCK_M": rows, "BLOCK_N": columns, "num_warps": warps}
     if key.M <= 64:
-        columns = 32 if wide > 64 else 64
-        return config | {"PEELS": True, "BLOCK_M": max(16, key.M), "BLOCK_N": columns}
-    # compiled for sm_80 and sm_90 without spills, but for 16 bytes with heads of 128 on sm_80
-    rows, columns, stages = (128, 64, 3) if wide <= 128 else (64, 64, 2)
+        columns, stages = (32, 2) if wide > 64 else (64, 3)
+        block = {"BLOCK_M": max(16, key.M), "BLOCK_N": columns, "num_stages": stages}
+        return config | {"PEELS": True} | block
+    # compiled for sm_80, sm_90, sm_100 and gfx942: larger blocks spill, or pass the shared memory
+    if wide > 128:
+        rows, columns, stages = 64, 64, 2
+    elif wide > 64 and key.has_bias:
+        rows, columns, stages = 64, 32, 2
+    elif wide > 64 and backend.shared_bytes() < 200_000:
+        rows, columns, stages = 128, 32, 2
+    else:
+        rows, columns, stages = 128, 64, 3
     return config | {
         "PEELS": True,
         "BLOCK_M": rows,

@@ -351,12 +351,12 @@ def _default(key: _Key) -> Config:
     if key.group == 1 and key.D <= 128:
         block_n = 64 if block_d <= 64 else 32
         return config | {"SPLITS": splits, "BLOCK_H": 1, "BLOCK_N": block_n, "num_stages": 1}
-    # compiled for sm_80, sm_90 and gfx942: more keys or stages spill, or pass the 64 KB shared on gfx942
-    wide = max(block_d, block_v) > 128
+    # compiled for sm_80, sm_90, sm_100 and gfx942: more keys or stages spill, or pass 64 KB of shared memory
+    width = max(block_d, block_v)
     if key.dtype == torch.float32:
-        block_n, warps, stages = (16, 8, 1) if wide else (32, 4, 1 if max(block_d, block_v) <= 64 else 2)
+        block_n, warps, stages = (32, 8, 1) if width <= 64 else (16, 4, 2) if width <= 128 else (16, 8, 1)
     else:
-        block_n, warps, stages = (32, 4, 2) if wide else (64, 4, 3)
+        block_n, warps, stages = (64, 4, 3) if width <= 64 else (64, 4, 2) if width <= 128 else (32, 4, 2)
     blocks = {"BLOCK_H": 16, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
     return config | {"SPLITS": splits} | blocks
 

@@ -235,12 +235,14 @@ def _default(key: _Key) -> Config:
     # float32 rows that are normalised on the way take registers: with larger blocks they spill
     is_tight = key.has_norm and key.dtype == torch.float32
     if key.rows > 1:
-        return _config(16, 32, 32 if is_tight else 128, num_stages=3)
+        # a gated product holds two sums: float32 spills with 4 warps
+        warps = 8 if key.dtype == torch.float32 else 4
+        return _config(16, 32, 32 if is_tight else 128, num_stages=3) | {"num_warps": warps}
     if key.is_transposed:
         return _config(1, 32 if key.has_norm else 64, 16)
     if key.K % 256:
         # no masked lanes for sizes such as 576: 31 registers, 128-bit loads, 32 KB in flight per SM on sm_90
-        return _config(1, 16, 64)
+        return _config(1, 8 if key.dtype == torch.float32 else 16, 64)
     return _config(1, 4, 512) if key.K <= 2048 else _config(1, 2, 512 if is_tight else 1024)
 
 

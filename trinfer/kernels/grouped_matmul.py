@@ -237,8 +237,9 @@ def _default(key: _Key) -> Config:
         # no tensor cores: the products are scalar, and a larger tile spills, as a gated one of 32 rows does
         return _config(16 if BLOCK_M == 16 else 64, 32, 32, 4, 3)
     if BLOCK_M <= 64:
-        return _config(BLOCK_M, 64, 64, 4, 4)
-    return _config(128, 64 if key.gated else 128, 64, 8, 3)
+        # a gated tile of four stages, or a large one with 64 inputs a step, passes the 64 KB shared on gfx942
+        return _config(BLOCK_M, 64, 64, 4, 3 if key.gated else 4)
+    return _config(128, 64, 32, 8, 3) if key.gated else _config(128, 128, 64, 8, 3)
 
 
 def _config(BLOCK_M: int, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int) -> Config:

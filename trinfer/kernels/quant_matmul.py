@@ -263,7 +263,7 @@ def _default(key: _Key) -> Config:
         return _config(max(16, key.M), 64, block, 4, 3)
     # two accumulators of a gated tile, or the product of a group beside their sum
     if key.gated or key.group:
-        return _config(64, 64, block, 4, 3)
+        return _config(64, 64, block, 4, 2)
     return _config(64, 128, block, 8, 3)
 
 
