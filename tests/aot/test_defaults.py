@@ -32,7 +32,11 @@ def test_shipped_default_compiles_fits_and_does_not_spill(op, target, results):
     assert not faulty, "\n".join(faulty)
 
 
-@pytest.mark.parametrize("op", ids)
+# gumbel draws numbers for what it reads, and a few ids are no row to load
+NARROW = {"gumbel", "routing", "sort_by_expert"}
+
+
+@pytest.mark.parametrize("op", [name for name in ids if name not in NARROW])
 def test_contiguous_operands_are_loaded_128_bits_at_a_time(op, results):
     plain = [r for r in results if (r.job.op, r.job.target, r.job.variant) == (op, "sm_90", "plain")]
     large = [r for r in plain if r.job.model == "llama3"]
