@@ -21,7 +21,16 @@ from torch import Tensor
 from bench.machine import machine
 from bench.run import ratio, rounds
 from trinfer import backend
-from trinfer.kernels import attention, gated_activation, gemv, matmul, rms_norm
+from trinfer.kernels import (
+    Norm,
+    attention,
+    gated_activation,
+    gemv,
+    matmul,
+    quant_gemv,
+    quantize,
+    rms_norm,
+)
 
 RESULTS = Path(__file__).parent / "results"
 Sides = dict[str, Callable[[], Any]]
@@ -111,6 +120,27 @@ def _gated() -> Sides:
     }
 
 
+def _norm_qkv() -> Sides:
+    x, weight = _random(1, 576), _random(576)
+    qkv, norm = tuple(_random(n, 576) for n in (576, 192, 192)), Norm(weight, eps=1e-5)
+    return {
+        "trinfer": lambda: gemv(x, qkv, norm=norm),
+        "separate kernels": lambda: gemv(rms_norm(x, weight, 1e-5), qkv),
+    }
+
+
+def _codes(bits: int, group: int | None) -> Callable[[], Sides]:
+    def sides() -> Sides:
+        x, weight = _random(1, 576), _random(49152, 576)
+        q, scale = quantize(weight, bits=bits, group=group)
+        return {
+            "trinfer": lambda: quant_gemv(x, q, scale, group=group),
+            "torch float32": lambda: F.linear(x, weight),
+        }
+
+    return sides
+
+
 _HEADS = "causal attention, 9 query and 3 kv heads of 64, 512 tokens"
 COMPARISONS = (
     Comparison("rms_norm 128x576 fp32", 1, _norm),
@@ -120,6 +150,11 @@ COMPARISONS = (
     Comparison("products of one SmolLM2-135M token fp32", 2, _token(torch.float32)),
     Comparison("products of one SmolLM2-135M token bf16", 2, _token(torch.bfloat16)),
     Comparison("gated product 2x1536x576 fp32", 1, _gated),
+    Comparison("norm and products of q, k, v 960x576 fp32", 1, _norm_qkv),
+    Comparison("int8 product 49152x576", 1, _codes(8, None)),
+    Comparison("int8 product 49152x576, groups of 64", 1, _codes(8, 64)),
+    Comparison("int4 product 49152x576, groups of 64", 1, _codes(4, 64)),
+    Comparison("int4 product 49152x576, groups of 32", 1, _codes(4, 32)),
 )
 
 
