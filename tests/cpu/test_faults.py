@@ -140,6 +140,18 @@ def atomic_past_the_end(x_ptr, y_ptr, N, WRONG: tl.constexpr):
     tl.atomic_add(y_ptr + offs, x, mask=offs < N + WRONG)  # fault
 
 
+@triton.jit
+def pointers_with_new_names(x_ptr, y_ptr, N, WRONG: tl.constexpr):
+    offs = tl.program_id(0) * 16 + tl.arange(0, 16)
+    x = tl.load(x_ptr + offs, mask=offs < N, other=0)
+    tl.store(y_ptr + offs, x, mask=offs < N)
+    # Triton calls both arguments by the name of the variable
+    ptr = x_ptr
+    if N > 16:
+        ptr = y_ptr
+    tl.store(ptr + offs, x, mask=offs < N + WRONG)  # fault
+
+
 @pytest.mark.parametrize(
     ("kernel", "what"),
     [
@@ -154,6 +166,7 @@ def atomic_past_the_end(x_ptr, y_ptr, N, WRONG: tl.constexpr):
         (loop_goes_down_too_far, "program 0 reads element -1 of x_ptr"),
         (program_starts_a_block_late, "program 2 reads element 60 of x_ptr"),
         (pointer_from_a_branch, "program 3 reads element 60 of y_ptr"),
+        (pointers_with_new_names, "program 3 writes element 60 of y_ptr, which"),
         (index_from_memory, "program 0 reads element 60 of x_ptr"),
         (atomic_past_the_end, "program 3 updates element 60 of y_ptr"),
     ],
@@ -307,6 +320,20 @@ def test_unwritten_output_of_two_stores():
     assert found.startswith(
         f"kernel stores_of_two_halves, {first} and {second}: no program writes 1 elements"
     )
+
+
+@triton.jit
+def one_of_two_outputs(y_ptr, z_cache_ptr, N):
+    ptr = y_ptr
+    if N > 16:
+        ptr = z_cache_ptr
+    tl.store(ptr + tl.arange(0, 16), 1.0)
+
+
+def test_unwritten_outputs_with_new_names():
+    # what is called a cache may be written in part, whatever variable its pointer is assigned to
+    (found,) = faults(one_of_two_outputs, 1, poisoned(20), poisoned(20), 20)
+    assert found.endswith("no program writes 20 elements of y_ptr, the first at [0]")
 
 
 @triton.jit

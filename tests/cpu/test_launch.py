@@ -56,6 +56,24 @@ def test_numbers_as_arguments():
 
 
 @triton.jit
+def _mixed_kernel(first, x_ptr, pair, last, y_ptr, BLOCK: tl.constexpr):
+    tl.store(y_ptr, tl.load(x_ptr) * first + tl.load(pair[0]) * pair[1] + last)
+
+
+def test_numbers_between_pointers():
+    x, z, y = torch.full((1,), 3.0), torch.full((1,), 5.0), poisoned(1)
+    _mixed_kernel[(1,)](7, x, (z, 11), 0.25, y, BLOCK=1)
+    assert y.tolist() == [3 * 7 + 5 * 11 + 0.25]
+
+
+def test_addresses_as_arguments():
+    x, z, y = torch.full((1,), 3.0), torch.full((1,), 5.0), poisoned(1)
+    kernel = _mixed_kernel[(1,)](7, x, (z, 11), 0.25, y, BLOCK=1)
+    kernel[(1, 1, 1)](2, x.data_ptr(), (z.data_ptr(), 4), 0.5, y, 1)
+    assert y.tolist() == [3 * 2 + 5 * 4 + 0.5]
+
+
+@triton.jit
 def _rows_kernel(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
     pid_m = tl.program_id(0)
     offs_n = tl.arange(0, BLOCK_N)

@@ -220,6 +220,24 @@ def test_sums_of_long_rows(dtype, columns):
 
 
 @triton.jit
+def _rows_times_a_row_kernel(x_ptr, row_ptr, y_ptr, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask = offs_n < N
+    # 1 past N: the sums do not end there, and are written in two parts
+    row = 1.0 / (tl.load(row_ptr + offs_n, mask=mask, other=0.0) + 1.0)
+    x = tl.load(x_ptr + offs_m[:, None] * N + offs_n[None, :], mask=mask[None, :], other=0.0)
+    tl.store(y_ptr + offs_m, tl.sum(x * row[None, :], 1))
+
+
+@pytest.mark.parametrize("columns", [63, 100, 128])
+def test_long_sums_in_two_parts(columns):
+    x, row, y = normal(8, columns), normal(columns, seed=1).abs(), poisoned(8)
+    _rows_times_a_row_kernel[(1,)](x, row, y, columns, BLOCK_M=8, BLOCK_N=128)
+    torch.testing.assert_close(y.double(), x.double() @ (1 / (row.double() + 1)), rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
 def _codes_kernel(x_ptr, q_ptr, y_ptr, M, N, H, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
@@ -351,3 +369,16 @@ def test_variables_named_like_the_emitted_code():
     i = wide @ (wide + 1) + wide.cumsum(0)
     expected = i + wide.argmax(1)[:, None] + i.sum(1)[:, None] + i.sum() + i.sum(1).max() + i.cumprod(1)
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@triton.jit
+def _named_like_long_sums_kernel(x_ptr, y_ptr, share_i0, acc_row0, M: tl.constexpr, N: tl.constexpr):
+    offs_m = tl.arange(0, M)
+    x = tl.load(x_ptr + offs_m[:, None] * share_i0 + tl.arange(0, N)[None, :])
+    tl.store(y_ptr + offs_m, tl.sum(x * acc_row0, 1))
+
+
+def test_arguments_named_like_the_emitted_code():
+    x, y = normal(8, 128), poisoned(8)
+    _named_like_long_sums_kernel[(1,)](x, y, 128, 3.0, M=8, N=128)
+    torch.testing.assert_close(y.double(), 3 * x.double().sum(1), rtol=1e-5, atol=1e-5)

@@ -141,10 +141,8 @@ def _regions(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
     return merged
 
 
-def checked_launch(
-    launch: Any, function: int, metadata: Any, packed: bytes, programs: int, pointers: Sequence[Any]
-) -> None:
-    """Run a grid program by program and raise what the checks found.
+def checked_launch(launch: Any, metadata: Any, task: bytes, programs: int, pointers: Sequence[Any]) -> None:
+    """Run a grid program by program (a `task` for one thread) and raise what the checks found.
 
     `pointers` has an entry for each argument of the emitted kernel: the tensor of a pointer, else None.
 
@@ -164,7 +162,7 @@ def checked_launch(
                     f"kernel {metadata.name}: TRINFER_CPU_CHECK=1 needs {_SHADOW} bytes of addresses for "
                     "each element of its arguments; raise the limit (ulimit -v), or unset the variable here"
                 )
-            launch(function, packed, programs, 1)
+            launch(task)
             outputs = [(name, line, pointers[k]) for k, name, line in metadata.outputs]
             unwritten = [_unwritten(lib, metadata.name, *output) for output in outputs]
         finally:

@@ -23,8 +23,7 @@ _FORMATS = {
     "u1": "i", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp16": "f", "bf16": "f", "fp32": "f", "f32": "f", "fp64": "d", "f64": "d",
 }  # fmt: skip
-"""Scalar types of a kernel signature as struct formats, in the order and alignment of the emitted
-`struct args`."""
+"""Scalar types of a kernel signature as struct formats."""
 
 
 @functools.cache
@@ -38,7 +37,7 @@ def runtime() -> ctypes.CDLL:
         path = cache.put(build(source, "runtime"), "runtime.so", binary=True)
     _load_openmp()
     library = ctypes.CDLL(path)
-    library.launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
+    library.launch.argtypes = [ctypes.c_char_p]
     library.launch.restype = None
     return library
 
@@ -74,9 +73,12 @@ class Launcher:
     def __init__(self, src: Any, metadata: Any) -> None:
         kinds = _flat(list(src.signature.values()))
         self.has_tuples = any(isinstance(kind, tuple) for kind in src.signature.values())
-        self.kept = [(i, kind[0] == "*") for i, kind in enumerate(kinds) if kind != "constexpr"]
-        codes = ["P" if pointer else _format(kinds[i]) for i, pointer in self.kept]
-        self.pack = struct.Struct("@iii" + "".join(codes)).pack
+        self.kept = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
+        self.pointers = [i for i in self.kept if kinds[i][0] == "*"]
+        self.numbers = [i for i in self.kept if kinds[i][0] != "*"]
+        # struct task of runtime.c, with the emitted struct args
+        numbers = "".join(_format(kinds[i]) for i in self.numbers)
+        self.pack = struct.Struct(f"@Pqqiii{'P' * len(self.pointers)}{numbers}").pack
         self.launch = runtime().launch
         self.metadata = metadata
         self.is_checked = is_checking()
@@ -89,19 +91,25 @@ class Launcher:
         if enter_hook is not None:
             enter_hook(metadata)
         values = _flat(args) if self.has_tuples else args
-        fields = [_address(values[i]) if pointer else values[i] for i, pointer in self.kept]
+        try:
+            addresses = [values[i].data_ptr() for i in self.pointers]
+        except AttributeError:
+            addresses = [_address(values[i]) for i in self.pointers]
+        numbers = [values[i] for i in self.numbers]
         programs = grid0 * grid1 * grid2
         if programs > 0 and self.is_checked:
-            packed_args = self.pack(grid0, grid1, grid2, *fields)
-            pointers = [values[i] if pointer else None for i, pointer in self.kept]
-            checked_launch(self.launch, function, self.metadata, packed_args, programs, pointers)
+            task = self.pack(function, programs, 1, grid0, grid1, grid2, *addresses, *numbers)
+            tensors = [values[i] if i in self.pointers else None for i in self.kept]
+            checked_launch(self.launch, self.metadata, task, programs, tensors)
         elif programs > 0:
-            self.launch(function, self.pack(grid0, grid1, grid2, *fields), programs, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            self.launch(self.pack(function, programs, threads, grid0, grid1, grid2, *addresses, *numbers))
         if exit_hook is not None:
             exit_hook(metadata)
 
 
 def _address(value: Any) -> int:
+    """The address of a pointer argument, which may be a number or None itself."""
     return 0 if value is None else value if isinstance(value, int) else value.data_ptr()
 
 

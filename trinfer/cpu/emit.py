@@ -261,6 +261,10 @@ RULES: dict[str, Callable[[Emitter, Op], None]] = {
 }
 
 
+def _is_number(declaration: str) -> bool:
+    return "*" not in declaration
+
+
 def to_c(function: Function, checked: bool = False) -> tuple[str, list[tuple[int, str, str]]]:
     """The C source of a kernel: `programs(args, begin, end)` runs programs begin..end-1 of its grid.
 
@@ -268,14 +272,14 @@ def to_c(function: Function, checked: bool = False) -> tuple[str, list[tuple[int
     it watches.
     """
     emitter = Emitter(function, checked)
-    fields = ["int32_t grid0, grid1, grid2;"]
     for arg in function.args:
-        name = emitter.scalars[arg] = emitter.fresh(arg.name)
-        fields.append(f"{c_type(arg.type.elem)} {name};")
-    control.branches(emitter, function.blocks)
-    checks = emitter.checks
+        emitter.scalars[arg] = emitter.fresh(arg.name)
     names = [emitter.scalars[arg] for arg in function.args]
     signature = [f"{c_type(a.type.elem)} {n}" for a, n in zip(function.args, names, strict=True)]
+    # the pointers first, as the launcher packs them
+    fields = ["int32_t grid0, grid1, grid2;", *(f"{text};" for text in sorted(signature, key=_is_number))]
+    control.branches(emitter, function.blocks)
+    checks = emitter.checks
     grid = "int32_t pid0, int32_t pid1, int32_t pid2, int32_t grid0, int32_t grid1, int32_t grid2"
     call = ["i % a->grid0", "i / a->grid0 % a->grid1", "i / ((int64_t)a->grid0 * a->grid1)"]
     call += [f"a->{n}" for n in ("grid0", "grid1", "grid2", *names)]

@@ -115,7 +115,7 @@ class Loop:
     def _streams_text(self, row: "Loop", pragma: str, indent: str) -> list[str]:
         """`streams` rows in step, each with its own copy of the names of this loop, then the rows left."""
         outside, indent = indent, indent + "  "
-        i, share, inner = self.axis, f"share_{self.axis}", indent + "  "
+        i, share, inner = self.axis, f"t_share_{self.axis}", indent + "  "
         assert row.blocks is not None
         copies = [self._renamer(k, share) for k in range(self.streams)]
         rest = Loop(row.axis, f"block_{row.axis}", row.high, row.lines).text(pragma, inner + "  ")
@@ -137,12 +137,12 @@ class Loop:
         ]
 
     def _renamer(self, k: int, share: str) -> Callable[[str], str]:
-        """Rewrites a line for the k-th of several rows in step."""
+        """Rewrites a line for the k-th of several rows in step; no name of a kernel starts with t_."""
         names = "|".join(map(re.escape, sorted(self._declared())))
         row = f"({self.axis} + {k}*{share})" if k else str(self.axis)
 
         def rename(line: str) -> str:
-            line = re.sub(rf"\b({names})\b", rf"\1_row{k}", line) if names else line
+            line = re.sub(rf"\b({names})\b", rf"t_row{k}_\1", line) if names else line
             return re.sub(rf"\b{self.axis}\b", row, line)
 
         return rename

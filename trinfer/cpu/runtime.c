@@ -6,28 +6,35 @@ typedef void (*programs)(const void* args, int64_t begin, int64_t end);
 /* the entry of GNU's OpenMP library, which LLVM's has too: called by name, no compiler brings a pool of its own */
 void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned flags);
 
-struct launched {
+/* what the launcher packs: the emitted struct args follows at once */
+struct task {
   programs run;
-  const void* args;
-  int64_t count, share, next;
+  int64_t count, threads;
+  char args[];
+};
+
+struct launched {
+  const struct task* task;
+  int64_t share, next;
 };
 
 static void work(void* data)
 {
   struct launched* l = data;
+  const struct task* t = l->task;
   int64_t begin;
-  while ((begin = __atomic_fetch_add(&l->next, l->share, __ATOMIC_RELAXED)) < l->count)
-    l->run(l->args, begin, begin + l->share < l->count ? begin + l->share : l->count);
+  while ((begin = __atomic_fetch_add(&l->next, l->share, __ATOMIC_RELAXED)) < t->count)
+    t->run(t->args, begin, begin + l->share < t->count ? begin + l->share : t->count);
 }
 
 /* shares of the grid are handed out on demand, eight a thread, so that a disturbed core does not hold up the others */
-void launch(programs run, const void* args, int64_t count, int threads)
+void launch(const struct task* t)
 {
-  if (count <= 1 || threads <= 1) {
-    run(args, 0, count);
+  if (t->count <= 1 || t->threads <= 1) {
+    t->run(t->args, 0, t->count);
     return;
   }
-  int64_t share = count / (8 * (int64_t)threads);
-  struct launched l = {run, args, count, share < 1 ? 1 : share, 0};
-  GOMP_parallel(work, &l, (unsigned)threads, 0);
+  int64_t share = t->count / (8 * t->threads);
+  struct launched l = {t, share < 1 ? 1 : share, 0};
+  GOMP_parallel(work, &l, (unsigned)t->threads, 0);
 }

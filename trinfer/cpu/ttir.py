@@ -155,6 +155,14 @@ class Locations:
         own = [f for f in frames if "triton/language" not in f] or frames
         return self._loc.sub("", line).strip(), own[0] if own else "?"
 
+    def names(self, line: str) -> list[str | None]:
+        """For each location of a printed line, the name that its value was given first."""
+        return [self._name(body) for body in self._loc.findall(line)]
+
+    def _name(self, body: str) -> str | None:
+        named = re.match(r'"([^"]*)"\((.*)\)$', self.table.get(body, body))
+        return named and (self._name(named[2]) or named[1])
+
     def _frames(self, body: str) -> list[str]:
         """Locations from the innermost call outwards, as `file:line`."""
         if place := re.match(r'"(.*)":(\d+):\d+$', body):
@@ -182,11 +190,15 @@ class Parser:
         """The public function of the module."""
         while "tt.func public" not in self.lines[self.at]:
             self.at += 1
-        line, place = self.locations.split(self.lines[self.at])
+        raw = self.lines[self.at]
+        line, place = self.locations.split(raw)
         self.at += 1
         head = re.match(r"tt\.func public @([\w$.]+)\((.*)\)(?:\s*attributes.*)?\s*\{$", line)
         assert head, line
         args = [self.argument(re.sub(r"\s*\{.*?\}$", "", a)) for a in split_top(head[2])]
+        # an argument is printed with the name of the variable that it was last assigned to
+        for arg, name in zip(args, self.locations.names(raw), strict=False):
+            arg.name = f"%{name}" if name else arg.name
         entry = Block(args)
         return Function(head[1], args, self.blocks(entry)[0], place)
 
