@@ -54,7 +54,7 @@ def activation(x: Tensor, act: str) -> Tensor:
     if N:
         config = choose(OP, _Key(x.dtype))
         launched("activation")
-        _activation_kernel[(triton.cdiv(N, config["BLOCK_N"]),)](x, y, N, act, **config)
+        _activation_kernel[(-(-N // config["BLOCK_N"]),)](x, y, N, act, **config)
     return y
 
 

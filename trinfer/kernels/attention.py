@@ -10,7 +10,7 @@ from torch import Tensor
 from trinfer import backend
 from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import dot, load_tile
-from trinfer.kernels.op import Op, as_bias, launched, nbytes, strides_of, unit_stride
+from trinfer.kernels.op import Op, as_bias, launched, nbytes, next_power_of_2, strides_of, unit_stride
 from trinfer.kernels.scores import add_bias, attend_ref, check_attention, load_range, mask_keys, scale_scores
 
 
@@ -251,11 +251,11 @@ def attention(
         return o
     q, k, v, bias = unit_stride(q), unit_stride(k), unit_stride(v), as_bias(bias, (B, H, M, N))
     kv_range = kv_range if kv_range is None else kv_range.contiguous()
-    config = choose(OP, _Key(q.dtype, min(1024, triton.next_power_of_2(M)), D, DV, bias is not None))
+    config = choose(OP, _Key(q.dtype, min(1024, next_power_of_2(M)), D, DV, bias is not None))
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 3))
     tensors = (q, k, v, bias, kv_range, alibi, sinks, o)
     launched("attention")
-    _attention_kernel[(triton.cdiv(M, config["BLOCK_M"]), H, B)](
+    _attention_kernel[(-(-M // config["BLOCK_M"]), H, B)](
         *tensors, M, N, H // G, window, *strides, softcap, sm_scale, is_causal, D, DV, **config
     )
     return o

@@ -143,8 +143,13 @@ def as_segments(
             f"bias has {len(biases)} entries - allowed: {len(weights)}, one per weight segment - "
             "pass a tuple with None for a segment without bias"
         )
+    K, dtype, strides = x.shape[-1], x.dtype, weights[0].stride()
     for w, b in zip(weights, biases, strict=True):
-        _check_segment(x, w, b, weights[0].stride())
+        shape = w.shape
+        if len(shape) != 2 or shape[1] != K or w.dtype != dtype or w.stride() != strides:
+            raise _misfit(x, w, b, strides)
+        if b is not None and (b.dtype != dtype or b.shape != shape[:1]):
+            raise _misfit(x, w, b, strides)
     if residual is not None:
         shape = (*x.shape[:-1], weights[0].shape[0] if gated else sum(w.shape[0] for w in weights))
         if residual.shape != shape or residual.dtype != x.dtype:
@@ -152,29 +157,29 @@ def as_segments(
                 f"residual is {tuple(residual.shape)} {residual.dtype} - allowed: {shape} {x.dtype}, "
                 "as the result is - expand or convert it"
             )
-    return weights, unit_strides(*biases)
+    return weights, biases if bias is None else unit_strides(*biases)
 
 
-def _check_segment(x: Tensor, w: Tensor, b: Tensor | None, strides: tuple[int, ...]) -> None:
+def _misfit(x: Tensor, w: Tensor, b: Tensor | None, strides: tuple[int, ...]) -> ValueError:
+    """What is wrong with a segment and its bias."""
     if w.dim() != 2 or w.shape[1] != x.shape[-1]:
-        raise ValueError(
+        return ValueError(
             f"weight has shape {tuple(w.shape)} - allowed: (N, {x.shape[-1]}) for this x - transpose it"
         )
     if w.dtype != x.dtype or (b is not None and b.dtype != x.dtype):
-        raise ValueError(
+        return ValueError(
             f"x is {x.dtype}, weight {w.dtype}, bias {None if b is None else b.dtype} - "
             "allowed: one dtype for all - convert them, e.g. with model.to(dtype)"
         )
     if b is not None and b.shape != w.shape[:1]:
-        raise ValueError(
+        return ValueError(
             f"bias has shape {tuple(b.shape)} - allowed: ({w.shape[0]},) - pass this layer's bias"
         )
-    if w.stride() != strides:
-        # one launch reads all segments with the same strides
-        raise ValueError(
-            f"weight segments have strides {strides} and {w.stride()} - allowed: equal strides - "
-            "make them contiguous"
-        )
+    # one launch reads all segments with the same strides
+    return ValueError(
+        f"weight segments have strides {strides} and {w.stride()} - allowed: equal strides - "
+        "make them contiguous"
+    )
 
 
 def pad_to_three(values: Any) -> tuple:

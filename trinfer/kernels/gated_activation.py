@@ -66,7 +66,7 @@ def gated_activation(gate: Tensor, up: Tensor, act: str) -> Tensor:
     if M and N:
         config = choose(OP, _Key(gate.dtype, N))
         launched("gated_activation")
-        _gated_activation_kernel[(M, triton.cdiv(N, config["BLOCK_N"]))](
+        _gated_activation_kernel[(M, -(-N // config["BLOCK_N"]))](
             g, u, y, N, g.stride(0), u.stride(0), act, **config
         )
     return y

@@ -15,11 +15,10 @@ from trinfer.kernels.elements import (
     check_act,
     linear_ref,
     load_bias,
-    pad_to_three,
     pick_segment,
 )
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref, row_statistics
-from trinfer.kernels.op import Op, launched, nbytes, output
+from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output
 from trinfer.kernels.row_elements import load_row, row_product, tile_product
 
 MAX_ROWS = 16
@@ -187,11 +186,12 @@ def gemv(
     residual = residual if residual is None else residual.contiguous()
     stride_wn, stride_wk = weights[0].stride()
     is_transposed = stride_wn == 1 and stride_wk != 1
-    rows = triton.next_power_of_2(M)
-    config = choose(OP, _Key(x.dtype, rows, sizes[0], K, is_transposed, gated, norm is not None))
+    key = _Key(x.dtype, next_power_of_2(M), sizes[0], K, is_transposed, gated, norm is not None)
+    config = choose(OP, key)
+    none = (None,) * (3 - len(weights))
+    pointers = (*norm_tensors[:2], *weights, *none, *biases, *none, residual, y)
+    scalars = (M, *sizes, *none, K, stride_wn, stride_wk, norm_tensors[2])
     block = config["BLOCK_N"]
-    pointers = (*norm_tensors[:2], *pad_to_three(weights), *pad_to_three(biases), residual, y)
-    scalars = (M, *pad_to_three(sizes), K, stride_wn, stride_wk, norm_tensors[2])
     launched("gemv")
     _gemv_kernel[(sum([-(-n // block) for n in outputs]),)](
         x.contiguous(), *pointers, *scalars, *norm_constants, act, gated, is_transposed, **config

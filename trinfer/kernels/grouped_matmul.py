@@ -10,7 +10,7 @@ from torch import Tensor
 from trinfer import backend
 from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import activate, as_experts, check_act, dot, experts_ref
-from trinfer.kernels.op import Op, as_rows, launched, nbytes
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
 
 
 class _Key(NamedTuple):
@@ -182,7 +182,7 @@ def grouped_matmul(
     y = x.new_empty(P, N)
     if y.numel() == 0:
         return y
-    config = choose(OP, _Key(x.dtype, min(256, triton.next_power_of_2(-(-P // E))), N, K, gated))
+    config = choose(OP, _Key(x.dtype, min(256, next_power_of_2(-(-P // E))), N, K, gated))
     # every group of rows, those without expert too, may end in a tile that is not full
     tiles = P // config["BLOCK_M"] + min(E + 1, P)
     strides = (x.stride(0), *weights[0].stride(), biases[0].stride(0) if biases[0] is not None else 0)
@@ -190,7 +190,7 @@ def grouped_matmul(
     launched("grouped_matmul")
     _grouped_matmul_kernel[(tiles * -(-N // config["BLOCK_N"]),)](
         *pointers, order, offsets, y, P, N, K, E, *strides, act, P // len(x) if gather else 0, scatter,
-        BLOCK_E=triton.next_power_of_2(E + 1), **config,
+        BLOCK_E=next_power_of_2(E + 1), **config,
     )  # fmt: skip
     return y
 

@@ -111,7 +111,7 @@ def gumbel(
     M = rows.shape[0]
     if M:
         config = choose(OP, _Key(logits.dtype, V))
-        grid = (M, triton.cdiv(triton.cdiv(V, 4), config["BLOCK_N"]))
+        grid = (M, -(-V // (4 * config["BLOCK_N"])))
         launched("gumbel")
         pointers = (rows, temperature, seed, offset, scratch, tokens)
         is_tensor = isinstance(temperature, Tensor)

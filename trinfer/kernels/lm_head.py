@@ -12,7 +12,7 @@ from trinfer.autotune import Config, choose
 from trinfer.kernels.argmax_elements import argmax_memory, finish_argmax, rank
 from trinfer.kernels.elements import as_segments, linear_ref
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref, row_statistics
-from trinfer.kernels.op import Op, launched, nbytes
+from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2
 from trinfer.kernels.row_elements import load_row, row_product, tile_product
 
 MAX_ROWS = 16
@@ -179,12 +179,12 @@ def lm_head(
     if M == 0:
         return logits, tokens
     is_transposed = weight.stride(0) == 1 and weight.stride(1) != 1
-    key = _Key(x.dtype, triton.next_power_of_2(M), V, K, is_transposed, norm is not None)
+    key = _Key(x.dtype, next_power_of_2(M), V, K, is_transposed, norm is not None)
     config = choose(OP, key)
     pointers = (x.contiguous(), *norm_tensors[:2], weight, bias, logits, scratch, tokens)
     scalars = (M, V, K, *weight.stride(), norm_tensors[2], scale, softcap)
     launched("lm_head")
-    _lm_head_kernel[(triton.cdiv(V, config["BLOCK_N"] * config["BLOCKS"]),)](
+    _lm_head_kernel[(-(-V // (config["BLOCK_N"] * config["BLOCKS"])),)](
         *pointers, *scalars, *norm_constants, is_transposed, dtype == torch.float32, **config
     )
     return logits, tokens

@@ -20,7 +20,7 @@ from trinfer.kernels.elements import (
     pick_segment,
 )
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise, normalise_ref, row_statistics
-from trinfer.kernels.op import Op, as_rows, launched, nbytes
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
 
 
 class _Key(NamedTuple):
@@ -184,7 +184,7 @@ def matmul(
     rows = as_rows(x)
     M, K = rows.shape
     residual = residual if residual is None else residual.contiguous()
-    bucket = min(256, triton.next_power_of_2(M))
+    bucket = min(256, next_power_of_2(M))
     config = choose(OP, _Key(x.dtype, bucket, sizes[0], K, gated, norm is not None))
     tiles = -(-M // config["BLOCK_M"]) * sum(-(-n // config["BLOCK_N"]) for n in outputs)
     pointers = (rows, *norm_tensors[:2], *pad_to_three(weights), *pad_to_three(biases), residual, y)

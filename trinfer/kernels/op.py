@@ -52,12 +52,12 @@ def launched(name: str) -> None:
 
 def unit_stride(x: Tensor) -> Tensor:
     """`x` itself if its last dimension is contiguous in memory, else a contiguous copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.stride()[-1] == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def unit_strides(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """`unit_stride` of each tensor that is there."""
-    return tuple(None if t is None else unit_stride(t) for t in tensors)
+    return tuple([None if t is None else unit_stride(t) for t in tensors])
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -117,6 +117,11 @@ def as_bias(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 def strides_of(x: Tensor | None, dims: int) -> tuple[int | None, ...]:
     """The first `dims` strides of a tensor that may be missing."""
     return (None,) * dims if x is None else x.stride()[:dims]
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of 2 that is not below n; Triton's own function costs a launch over a microsecond."""
+    return 1 << (n - 1).bit_length() if n else 1
 
 
 def nbytes(*tensors: Tensor | None) -> int:

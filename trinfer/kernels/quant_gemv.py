@@ -10,7 +10,7 @@ from torch import Tensor
 from trinfer import backend
 from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import activate, check_act, load_bias, pad_to_three, pick_segment
-from trinfer.kernels.op import Op, launched, nbytes
+from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2
 from trinfer.kernels.quant_elements import (
     check_residual,
     layout_of,
@@ -181,7 +181,7 @@ def quant_gemv(
     if y.numel() == 0:
         return y
     bits, width, H, has_tail = layout_of(weights[0], K, group)
-    config = choose(OP, _Key(x.dtype, triton.next_power_of_2(M), sizes[0], K, bits, width, gated))
+    config = choose(OP, _Key(x.dtype, next_power_of_2(M), sizes[0], K, bits, width, gated))
     block = config["BLOCK_N"]
     residual = residual if residual is None else residual.contiguous()
     parts = (*pad_to_three(weights), *pad_to_three(scales), *pad_to_three(biases))

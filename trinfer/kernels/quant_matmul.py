@@ -10,7 +10,7 @@ from torch import Tensor
 from trinfer import backend
 from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import activate, check_act, load_bias, pad_to_three, pick_segment
-from trinfer.kernels.op import Op, as_rows, launched, nbytes
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
 from trinfer.kernels.quant_elements import (
     check_residual,
     layout_of,
@@ -180,7 +180,7 @@ def quant_matmul(
     rows = as_rows(x)
     M, K = rows.shape
     bits, width, H, has_tail = layout_of(weights[0], K, group)
-    config = choose(OP, _Key(x.dtype, min(256, triton.next_power_of_2(M)), sizes[0], K, bits, width, gated))
+    config = choose(OP, _Key(x.dtype, min(256, next_power_of_2(M)), sizes[0], K, bits, width, gated))
     tiles = -(-M // config["BLOCK_M"]) * sum(-(-n // config["BLOCK_N"]) for n in outputs)
     residual, x_scale = (t if t is None else t.contiguous() for t in (residual, x_scale))
     parts = (*pad_to_three(weights), *pad_to_three(scales), *pad_to_three(biases))

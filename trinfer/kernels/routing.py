@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2, wide
 
 SCORINGS = ("softmax", "softmax_topk", "sigmoid")
 
@@ -170,7 +170,7 @@ def routing(
     launched("routing")
     _routing_kernel[(-(-M // config["BLOCK_M"]),)](
         rows, bias, ids, weights, M, E, rows.stride(0), scale, scoring, renormalize, top_k, num_groups,
-        kept_groups, BLOCK_E=triton.next_power_of_2(E), BLOCK_K=triton.next_power_of_2(top_k), **config,
+        kept_groups, BLOCK_E=next_power_of_2(E), BLOCK_K=next_power_of_2(top_k), **config,
     )  # fmt: skip
     return ids, weights
 

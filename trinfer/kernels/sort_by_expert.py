@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose
-from trinfer.kernels.op import Op, launched, nbytes
+from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2
 
 
 class _Key(NamedTuple):
@@ -72,7 +72,7 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     order, offsets = ids.new_empty(P), ids.new_empty(num_experts + 1)
     if P == 0:
         return order, offsets.zero_()
-    config = choose(OP, _Key(triton.next_power_of_2(P), num_experts))
+    config = choose(OP, _Key(next_power_of_2(P), num_experts))
     launched("sort_by_expert")
     _sort_by_expert_kernel[(num_experts + 1,)](ids.contiguous(), order, offsets, P, num_experts, **config)
     return order, offsets
