@@ -86,8 +86,13 @@ def truth(ref: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return ref(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
 
 
-def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "result") -> None:
-    """Assert that `actual` is of `dtype` and within its tolerance of `expected`, the truth in float64."""
+def assert_close(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "result", magnitude: float = 0.0
+) -> None:
+    """Assert that `actual` is of `dtype` and within its tolerance of `expected`, the truth in float64.
+
+    `magnitude`: of the terms a result is a difference of, where a few small results may be all there are.
+    """
     assert actual.dtype == dtype, f"{what} is {actual.dtype}, expected {dtype}"
     assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     if expected.numel() == 0:
@@ -97,7 +102,7 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str
     same = (a == e) | (a.isnan() & e.isnan())
     wild = torch.where(finite, ~a.isfinite(), ~same)
     error = torch.where(finite & ~wild, a - e, 0.0).abs()
-    rms = torch.where(finite, e, 0.0).square().mean().sqrt()
+    rms = torch.where(finite, e, 0.0).square().mean().sqrt().clamp_min(magnitude)
     tiny = torch.finfo(dtype).tiny
     rms_error = float(error.square().mean().sqrt() / (rms + tiny))
     relative = error / (torch.where(finite, e, 0.0).abs() + rms + tiny)
