@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import generate
+from bench import compare, generate, run
 from tests.gguf_files import tiny_gguf
 from trinfer import backend
+from trinfer.kernels import OPS
 
 needs_kernels = pytest.mark.skipif(backend.kind() == "reference", reason="no kernel can run on this machine")
 
@@ -64,3 +65,35 @@ def test_no_launch_gives_no_ratio(args: argparse.Namespace, monkeypatch: pytest.
     monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter()))
     with pytest.raises(SystemExit, match="no kernel of trinfer was launched"):
         generate.compare(args)
+
+
+@needs_kernels
+def test_every_kernel_has_a_row_with_bytes_and_operations(tmp_path: Path) -> None:
+    questions = argparse.Namespace(ops=None, models=["smollm2"], dtypes=["fp32"])
+    asked = list(run.questions(questions))
+    assert {op.name for op, *_ in asked} == {op.name for op in OPS}
+    op = next(op for op in OPS if op.name == "rms_norm")
+    row = run.measure(op, "smollm2", 1, "fp32", 3)
+    moved, operations = op.cost(**run.inputs(op, "smollm2", 1, torch.float32, backend.default_device()))
+    assert row["gb_per_s"] == pytest.approx(moved / row["us"] / 1e3, rel=0.02, abs=0.01)
+    assert row["gflop_per_s"] == pytest.approx(operations / row["us"] / 1e3, rel=0.02, abs=0.01)
+    for _ in range(2):
+        path = run.save([row], {"device": "this one"}, tmp_path)
+    assert len(json.loads(path.read_text())["kernels"]) == 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("comparison", compare.COMPARISONS, ids=[c.name for c in compare.COMPARISONS])
+def test_both_sides_of_a_comparison_compute_the_same(comparison: compare.Comparison) -> None:
+    results = [call() for call in comparison.sides().values()]
+    ours, theirs = (x.float() for x in results)
+    if ours.shape != theirs.shape:
+        # torch keeps heads before tokens
+        theirs = theirs.transpose(1, 2)
+    limit = 0.2 if "int4" in comparison.name else 0.02
+    assert float((ours - theirs).norm() / theirs.norm()) < limit
+
+
+def test_ratio_is_the_median_over_rounds() -> None:
+    times = {"trinfer": [1.0, 2.0, 4.0], "torch": [2.0, 2.0, 12.0]}
+    assert run.ratio(times, "trinfer", "torch") == 2.0
