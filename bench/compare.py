@@ -176,8 +176,13 @@ def measure(comparison: Comparison, count: int) -> dict[str, Any]:
         "against_us": round(statistics.median(times[theirs]), 1),
         "ratio": round(ratio(times, "trinfer", theirs), 3),
         "rounds": count,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
     }
+
+
+def now() -> str:
+    """Date and time of a row."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def save(rows: list[dict[str, Any]], facts: dict[str, Any], folder: Path) -> Path:

@@ -140,6 +140,56 @@ def test_u016_odd_head_dim(name: str) -> None:
         assert_same_logits(step, truth)
 
 
+@models("U022")
+def test_u022_likelihoods_and_not_only_tokens(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    ids = token_ids(2, 40)
+    ours, theirs = engine(ids).logits.detach(), expected(ids).logits.detach()
+    assert_same_logits(ours, theirs)
+    loss, targets = torch.nn.functional.cross_entropy, ids[:, 1:].flatten()
+    ours_nll, theirs_nll = (loss(x[:, :-1].flatten(0, 1), targets) for x in (ours, theirs))
+    assert abs(float(ours_nll - theirs_nll)) < 1e-3
+
+
+@models("U024")
+def test_u024_positions_far_from_the_first(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    ids, positions = token_ids(1, 9), torch.arange(40, 49, device=DEVICE)[None]
+    assert_same_logits(
+        engine(ids, position_ids=positions).logits, expected(ids, position_ids=positions).logits
+    )
+
+
+@models("U029")
+def test_u029_a_forward_changes_none_of_its_inputs(name: str) -> None:
+    engine = engine_of(make(name))
+    embeddings = engine.module.get_input_embeddings()(token_ids(2, 7)).detach()
+    before = embeddings.clone()
+    first = engine(inputs_embeds=embeddings, output_hidden_states=True)
+    assert torch.equal(embeddings, before)
+    kept = [states.clone() for states in first.hidden_states]
+    second = engine(inputs_embeds=embeddings, output_hidden_states=True)
+    # the states of the first forward are still what they were, and the second gives the same
+    assert all(map(torch.equal, first.hidden_states, kept))
+    assert all(map(torch.equal, second.hidden_states, kept))
+
+
+@models("U033")
+def test_u033_neighbours_do_not_leak_and_batches_round_alike(name: str) -> None:
+    engine = engine_of(make(name))
+    ids, others = token_ids(4, 11, seed=1), token_ids(4, 11, seed=2)
+    others[0] = ids[0]
+    together, beside_others = engine(ids).logits, engine(others).logits
+    assert torch.equal(together[0], beside_others[0])
+    alone = engine(ids[:1]).logits[0]
+    assert float((alone - together[0]).abs().max()) <= 1e-5
+    assert torch.equal(alone.argmax(-1), together[0].argmax(-1))
+
+
 @models("U070")
 def test_u070_attention_and_mask_function_go_together(name: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface

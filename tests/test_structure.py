@@ -217,6 +217,15 @@ def test_only_some_files_import_transformers() -> None:
     ])  # fmt: skip
 
 
+def test_u108_private_parts_of_triton_are_used_in_few_places() -> None:
+    private = ("triton.backends", "triton.compiler", "triton.runtime", "triton._C")
+    none([
+        f"{module.path}:{i.line} imports {i.name}; allowed in cpu/, backend and compat"
+        for module in package() if module.room not in ("cpu", "backend", "compat")
+        for i in imports(module) if i.name.startswith(private)
+    ])  # fmt: skip
+
+
 def test_kernels_know_no_models_and_not_each_other() -> None:
     outside = {"trinfer.backend", "trinfer.autotune"}
     shared = [f"trinfer.kernels.{name}" for name in SHARED]
