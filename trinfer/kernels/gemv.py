@@ -227,10 +227,11 @@ def _default(key: _Key) -> Config:
             return _config(16, 128 if key.has_norm and key.N >= 1024 else 64, 128)
         if key.is_transposed:
             return _config(1, 64, 16)
-        # whole rows, so that a mask past K costs nothing; 32 of them make streams that lie pages apart.
-        # found on a Xeon with AVX-512, 576 and 1536 columns: 8 rows a program are 1.1 to 1.4 times slower;
-        # on a Zen 5 core, with a norm of several rows: 64 are 1.02 to 1.15 times faster
-        rows = 64 if key.has_norm and key.rows > 1 else 32
+        # whole rows, so that a mask past K costs nothing, and many of them a program, in streams that lie
+        # pages apart. found on a Xeon with AVX-512, 576 and 1536 columns: 8 rows are 1.1 to 1.4 times slower
+        # than 32; on two Zen 5 cores, a SmolLM2 token's products: 128 are 1.03 to 1.1 times faster than 32
+        share = key.N // (2 * torch.get_num_threads())
+        rows = 128 if share >= 128 else 64 if share >= 64 else 32
         return _config(1, rows, max(16, triton.next_power_of_2(key.K)), SPANS_K=True)
     # float32 rows that are normalised on the way take registers: with larger blocks they spill
     is_tight = key.has_norm and key.dtype == torch.float32
