@@ -29,7 +29,8 @@ class Variant(NamedTuple):
         options: dict[str, Any] = {"act": self.act, "gated": self.gated}
         if self.act != "none":
             bias = make((self.E, N), self.dtype, seed + 3, "sliced")
-            options["bias"] = (bias, None) if self.gated else bias
+            up_bias = None if self.order == "fused" else make((self.E, N), self.dtype, seed + 4, "sliced")
+            options["bias"] = (bias, up_bias) if self.gated else bias
         return weights if self.gated else weights[1], options
 
 
