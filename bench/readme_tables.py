@@ -1,5 +1,6 @@
 """Write the tables of README.md that are made from code: `python bench/readme_tables.py`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,10 @@ import torch
 
 from trinfer.config import DEPRECATED, UNBUILT, InferenceConfig
 from trinfer.config.section import Section
+from trinfer.kernels import OPS, Op
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-BEGIN, END = (
-    "<!-- begin of the config tables (bench/readme_tables.py) -->\n",
-    "<!-- end of the config tables -->\n",
-)
+RESULTS = README.parent / "bench" / "results"
 
 
 def config_tables() -> str:
@@ -57,10 +56,51 @@ def shown(default: Any) -> str:
     return str(default).removeprefix("torch.") if isinstance(default, torch.dtype) else repr(default)
 
 
+def kernel_table() -> str:
+    """Every op with its formula, the first line of its docstring."""
+    rows = [f"| `{op.name}` | {formula(op)} |" for op in OPS]
+    return "\n".join(["| op | what it computes |", "|---|---|", *rows]) + "\n"
+
+
+def formula(op: Op) -> str:
+    """The first sentence of an op's docstring."""
+    text = (op.launcher.__doc__ or "").strip().partition("\n\n")[0]
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def comparison_tables() -> str:
+    """What `bench/compare.py` and `bench/interpreter.py` found, a table a device."""
+    lines: list[str] = []
+    for path in sorted(RESULTS.glob("*.json")):
+        rows = json.loads(path.read_text()).get("comparisons", [])
+        if not rows:
+            continue
+        machine, dates = rows[0]["machine"], sorted(row["date"][:10] for row in rows)
+        lines += [
+            f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}, "
+            f"triton {machine['triton']}, {dates[-1]}:",
+            "",
+            "| | threads | times as fast as |",
+            "|---|---|---|",
+            *(
+                f"| {r['name']} | {r['threads']} | {r['ratio']:.{0 if r['ratio'] > 100 else 2}f} x {r['against']} |"
+                for r in rows
+            ),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"config": config_tables, "kernel": kernel_table, "comparison": comparison_tables}
+
+
 def with_tables(text: str) -> str:
     """The text of the README with its tables made anew."""
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + config_tables() + END + rest.split(END)[1]
+    for name, table in TABLES.items():
+        begin = f"<!-- begin of the {name} tables (bench/readme_tables.py) -->\n"
+        end = f"<!-- end of the {name} tables -->\n"
+        head, rest = text.split(begin)
+        text = head + begin + table() + end + rest.split(end)[1]
+    return text
 
 
 if __name__ == "__main__":
