@@ -82,12 +82,14 @@ def comparison_tables() -> str:
             "",
             "| | threads | times as fast as |",
             "|---|---|---|",
-            *(
-                f"| {r['name']} | {r['threads']} | {r['ratio']:.{0 if r['ratio'] > 100 else 2}f} x {r['against']} |"
-                for r in rows
-            ),
+            *(f"| {r['name']} | {r['threads']} | {times(r['ratio'])} x {r['against']} |" for r in rows),
         ]
     return "\n".join(lines) + "\n"
+
+
+def times(ratio: float) -> str:
+    """A ratio with the digits that mean something."""
+    return f"{ratio:.0f}" if ratio >= 100 else f"{ratio:.2f}"
 
 
 TABLES = {"config": config_tables, "kernel": kernel_table, "comparison": comparison_tables}

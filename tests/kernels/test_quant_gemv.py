@@ -59,7 +59,7 @@ def test_quant_gemv_gated_matches_ref(variant, M, N, K, seed):
     x, (w, s) = make((1, M, K), dtype, seed), make_codes((N, N), K, kind, seed + 1)
     options = {"act": act, "gated": True, "group": kind.get("group")}
     if act != "none":
-        options["bias"] = (make((N,), dtype, seed + 4), None)
+        options["bias"] = (make((N,), dtype, seed + 4), make((N,), dtype, seed + 5))
         options["residual"] = make((1, M, N), dtype, seed + 3)
     assert_close(quant_gemv(x, w, s, **options), truth(quant_gemv_ref, x, w, s, **options), dtype)
 

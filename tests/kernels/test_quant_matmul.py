@@ -74,7 +74,7 @@ def test_quant_matmul_gated_matches_ref(variant, M, N, K, seed):
     dtype, kind, _ = variant
     x, (w, s) = make((1, M, K), dtype, seed), make_codes((N, N), K, kind, seed + 1)
     options = extras(variant, M, N, seed) | {"gated": True}
-    options["bias"] = (options["bias"], None)
+    options["bias"] = (options["bias"], -options["bias"])
     with pin(OP, SMALL):
         y = quant_matmul(x, w, s, **options)
     assert_close(y, truth(quant_matmul_ref, x, w, s, **options), dtype)
