@@ -50,7 +50,7 @@ def make(environment: Environment) -> Path:
     if (folder / "done").exists():
         return python
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     replaced = {version.partition("==")[0] for version in environment.versions}
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     kept = [pin for pin in pins if pin and not pin.startswith("#") and pin.partition("==")[0] not in replaced]
