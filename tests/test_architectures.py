@@ -79,6 +79,18 @@ def test_arch_refuses_unknown_flags() -> None:
         Arch(**(row | {"rotary": "spiral"}))
 
 
+@pytest.mark.parametrize(
+    "act", ["gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"]
+)
+def test_activations_of_transformers(act: str) -> None:
+    model = make("llama", hidden_act=act)
+    expected = reference(model)
+    engine = engine_of(model)
+    assert sum("MLP" in entry.was for entry in engine.plan.swapped) == 2
+    ids = token_ids(2, 9)
+    assert_same_logits(engine(ids).logits, expected(ids).logits)
+
+
 @models("U001")
 def test_u001_masks_of_every_type_mean_the_same(name: str) -> None:
     model = make(name)

@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "gelu_quick",
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "ReLU": "relu",
