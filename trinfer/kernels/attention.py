@@ -301,7 +301,7 @@ def _default(key: _Key) -> Config:
         rows, columns, stages = 64, 64, 2
     elif wide > 64 and key.has_bias:
         rows, columns, stages = 64, 32, 2
-    elif wide > 64 and backend.shared_bytes() < 200_000:
+    elif backend.shared_bytes() < (200_000 if wide > 64 else 100_000):
         rows, columns, stages = 128, 32, 2
     else:
         rows, columns, stages = 128, 64, 3
