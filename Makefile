@@ -1,7 +1,7 @@
 # make demo: install, then answer on two small models through trinfer's kernels
 # make test: install, then run every test that needs no GPU, those of the kernels once more under the sanitizer
 # make aot: compile every kernel in every configuration for four GPUs, with no GPU at hand
-# make mutants: plant small faults in the kernels and see whether their tests notice; half an hour
+# make mutants: plant small faults in the kernels and see whether their tests notice; a quarter of an hour
 # make matrix: the backend's tests and the compile gate on the other versions of triton and transformers; an hour
 # make lint: ruff and mypy
 # A second call installs nothing: a stamp file in the venv is newer than pyproject.toml and constraints.txt.
