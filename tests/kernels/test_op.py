@@ -161,9 +161,9 @@ class TestCompilesOnce:
     def test_any_number_of_rows(self, compiled):
         x, w = torch.zeros(16, 88), torch.zeros(24, 88)
         known = 0
-        for M in range(1, 9):
+        # configurations may differ between powers of two, never between the numbers they stand for
+        for M in (1, 2, 4, 8, 3, 5, 6, 7):
             if M == 3:
-                # one row may be configured otherwise than several
                 known = len(compiled)
             kernels.gemv(x[:M], w)
             kernels.rms_norm(x[:M], w[0], 1e-6)
