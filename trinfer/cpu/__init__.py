@@ -13,7 +13,9 @@ on every `@triton.jit` kernel that is launched on CPU tensors runs compiled.
     prelude.h     what the emitted C is made of;  tiles.h  products of tiles
     check.py      the sanitizer (TRINFER_CPU_CHECK=1): check.c in the runtime, check.h and sites.py in
     the kernels
-    build.py      the C compiler;  compiler.py  the stages;  driver.py, runtime.c  the launch
+    build.py      the C compiler;  compiler.py  the stages
+    driver.py     the launch;  record.py  launches kept and replayed by one call
+    runtime.py    runtime.c, which runs launches on torch's threads
 """
 
 import os

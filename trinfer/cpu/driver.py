@@ -7,16 +7,15 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
-from triton.runtime.cache import get_cache_manager
 
-from trinfer.cpu.build import build, version
 from trinfer.cpu.check import check_library, checked_launch, is_checking
+from trinfer.cpu.record import Launch, here
+from trinfer.cpu.runtime import runtime
 
 _FORMATS = {
     "i1": "i", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
@@ -24,30 +23,6 @@ _FORMATS = {
     "fp16": "f", "bf16": "f", "fp32": "f", "f32": "f", "fp64": "d", "f64": "d",
 }  # fmt: skip
 """Scalar types of a kernel signature as struct formats."""
-
-
-@functools.cache
-def runtime() -> ctypes.CDLL:
-    """The compiled `runtime.c`; its OpenMP calls bind to the library that torch has loaded: one pool of
-    threads."""
-    source = Path(__file__).with_name("runtime.c").read_text()
-    cache = get_cache_manager(version())
-    path = cache.get_file("runtime.so")
-    if path is None:
-        path = cache.put(build(source, "runtime"), "runtime.so", binary=True)
-    _load_openmp()
-    library = ctypes.CDLL(path)
-    library.launch.argtypes = [ctypes.c_char_p]
-    library.launch.restype = None
-    return library
-
-
-def _load_openmp() -> None:
-    """Make the OpenMP runtime of torch (in its wheel, or the system's) visible to libraries loaded later."""
-    torch_folder = Path(torch.__file__).parent
-    bundled = [*torch_folder.glob("lib/libgomp*"), *torch_folder.parent.glob("torch.libs/libgomp*")]
-    for path in sorted(map(str, bundled)) or ["libgomp.so.1"]:
-        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
 def _format(kind: str) -> str:
@@ -97,15 +72,26 @@ class Launcher:
             addresses = [_address(values[i]) for i in self.pointers]
         numbers = [values[i] for i in self.numbers]
         programs = grid0 * grid1 * grid2
-        if programs > 0 and self.is_checked:
-            task = self.pack(function, programs, 1, grid0, grid1, grid2, *addresses, *numbers)
-            tensors = [values[i] if i in self.pointers else None for i in self.kept]
-            checked_launch(self.launch, self.metadata, task, programs, tensors)
-        elif programs > 0:
+        if programs > 0 and not self.is_checked and here.recording is None:
             threads = torch.get_num_threads()
             self.launch(self.pack(function, programs, threads, grid0, grid1, grid2, *addresses, *numbers))
+        elif programs > 0:
+            task = self.pack(function, programs, 1, grid0, grid1, grid2, *addresses, *numbers)
+            self._run_or_keep(task, programs, values)
         if exit_hook is not None:
             exit_hook(metadata)
+
+    def _run_or_keep(self, task: bytes, programs: int, values: Sequence[Any]) -> None:
+        """A launch that is checked, recorded, or both; the task is for one thread."""
+        checked = None
+        if self.is_checked:
+            pointers = [values[i] if i in self.pointers else None for i in self.kept]
+            checked = functools.partial(checked_launch, self.launch, self.metadata, task, programs, pointers)
+        if here.recording is not None:
+            tensors = tuple(values[i] for i in self.pointers)
+            here.recording.append(Launch(self.metadata.name, task, tensors, checked))
+        elif checked:
+            checked()
 
 
 def _address(value: Any) -> int:
