@@ -1,12 +1,27 @@
 """One row per architecture: what its parts are called and which variant of the mathematics they use."""
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args, get_origin
 
-Norm = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer"]
 Cast = Literal["input", "float32"]
 Rotary = Literal["none", "half", "interleaved"]
-Residual = Literal["pre", "post"]
+RotaryTable = Literal["halves", "pairs", "sines_first"]
+Residual = Literal["pre", "post", "parallel"]
+QkvLayout = Literal["concat", "heads", "groups", "shards"]
+QkNorm = Literal["none", "head", "width"]
+Alibi = Literal["none", "plain", "scaled"]
+LayerOutput = Literal["tensor", "tuple"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a row changes where an attribute of the model's configuration has this value."""
+
+    attribute: str
+    value: bool | int | str | None
+    changes: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +29,8 @@ class Arch:
     """Names and flags that tell the rewriting pass how to read a model; never a tensor, never a module.
 
     A path is dotted (`"encoder.layer"`), an attribute may be dotted too (`"config.num_attention_heads"`).
-    An empty string means that the architecture has no such part.
+    An empty string means that the architecture has no such part. A row whose names or flags depend on the
+    configuration of a model lists `variants`; `resolved` applies those that hold.
     """
 
     model_type: str
@@ -30,42 +46,85 @@ class Arch:
     rotary_table: str = ""
     final_norm: str = ""
     head: str = ""
+    # attributes: the first of the backbone, the others of the outermost module. Logits are multiplied by
+    # `logit_scale`, divided by `logit_divisor`, then bent by `logit_softcap`
+    embedding_scale: str = ""
+    logit_scale: str = ""
+    logit_divisor: str = ""
+    logit_softcap: str = ""
+    # rows of the position table that stand before the first position
+    position_offset: int = 0
 
-    # norms of one layer, paths from the layer; `norm_cast` as in kernels.rms_norm
-    norms: tuple[str, ...] = ()
-    norm: Norm = "rms"
+    # what follows describes one layer, and all paths start there. Its norms: before attention and MLP (after
+    # the addition where `residual` is post; the same one twice where a parallel layer has only one), and on
+    # what they give, before it is added. `norm_cast` as in kernels.rms_norm
+    attention_norm: str = ""
+    mlp_norm: str = ""
+    attention_out_norm: str = ""
+    mlp_out_norm: str = ""
+    norm: NormKind = "rms"
     norm_eps: str = "variance_epsilon"
     norm_cast: Cast = "input"
     norm_offset: float = 0.0
 
-    # attention: a path from the layer, the rest are attributes of that module. An empty `out` means that the
-    # output projection belongs to one of `dense_add_norms`
+    residual: Residual = "pre"
+    # attribute of the layer: factor of what attention and MLP give, before it is added
+    residual_scale: str = ""
+    # what the layer's own forward returns
+    layer_output: Alibi = Literal["none", "plain", "scaled"]
+LayerOutput = "tensor"
+
+    # attention: three linears, or `qkv` in which each layout has its order of outputs: concat q|k|v, heads
+    # q|k|v for each head, groups q..q|k|v for each key/value head, shards q|v|k for each of four
     attention: str
-    query: str
-    key: str
-    value: str
+    query: str = ""
+    key: str = ""
+    value: str = ""
+    qkv: str = ""
+    qkv_layout: QkvLayout = "concat"
     out: str
+    # norms of q and k, over each head or over all of them at once; of the kind that `norm` says
+    query_norm: str = ""
+    key_norm: str = ""
+    qk_norm: QkNorm = "none"
+
+    # attributes of the attention module, or for some their value; an empty `sm_scale` is 1 / sqrt(head_dim)
     head_dim: str
     num_heads: str
     num_kv_heads: str
-    sm_scale: str
-    is_causal: str = "is_causal"
+    sm_scale: str | float = "scaling"
+    is_causal: str | bool = "is_causal"
     window: str = ""
+    softcap: str = ""
+    sinks: str = ""
+    # scaled: `sm_scale` is applied to the bias as well
+    alibi: Alibi = "none"
+    # `rotary_layout` says how the model's own table holds its angles: all of them twice, each of them twice,
+    # or once and the sines first; `rotary_flag` is an attribute of the attention module that is false where a
+    # layer does not rotate
     rotary: Rotary = "none"
+    rotary_layout: RotaryTable = "halves"
+    rotary_flag: str = ""
 
-    # the MLP as one module (path from the layer; gate is empty for a plain MLP) ...
+    # the MLP: `mlp` is the module around it, empty where its linears live in the layer or apart; `gate_up` is
+    # a linear whose outputs are those of gate, then those of up
     mlp: str = ""
     gate: str = ""
     up: str = ""
-    down: str = ""
-    # ... or spread over modules of the layer: act(dense(x)), and norm(dense(x) + residual)
-    dense_acts: tuple[str, ...] = ()
-    dense_add_norms: tuple[str, ...] = ()
-    dense: str = ""
-    dense_norm: str = ""
-    activation: str = ""
+    gate_up: str = ""
+    down: str
+    activation: str
 
-    residual: Residual = "pre"
+    # the module's own forward takes the residual and adds it
+    attention_adds_residual: bool = False
+    mlp_adds_residual: bool = False
+    # attributes of attention and MLP modules that change what they compute where they are set
+    must_be_off: tuple[str, ...] = ()
+
+    # why a layer of this row cannot run as one; empty if it can
+    only_by_parts: str = ""
+
+    variants: tuple[Variant, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -76,6 +135,22 @@ class Arch:
                     f"Arch.{field.name}={value!r} is not known; allowed: {allowed}; use one of these"
                 )
 
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of a layer, each once."""
+        places = (self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
+        return tuple(dict.fromkeys(filter(None, places)))
+
+    def resolved(self, config: Any) -> "Arch":
+        """This row for a model with this configuration; has no variants left."""
+        changes = dict(self._changes(config))
+        return replace(self, variants=(), **changes) if self.variants else self
+
+    def _changes(self, config: Any) -> Iterator[tuple[str, Any]]:
+        for variant in self.variants:
+            if getattr(config, variant.attribute, None) == variant.value:
+                yield from variant.changes
+
 
 LLAMA = Arch(
     model_type="llama",
@@ -85,22 +160,22 @@ LLAMA = Arch(
     rotary_table="rotary_emb",
     final_norm="norm",
     head="lm_head",
-    norms=("input_layernorm", "post_attention_layernorm"),
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
     attention="self_attn",
-    query="q_proj",
-    key="k_proj",
-    value="v_proj",
-    out="o_proj",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    out="self_attn.o_proj",
     head_dim="head_dim",
     num_heads="config.num_attention_heads",
     num_kv_heads="config.num_key_value_heads",
-    sm_scale="scaling",
     rotary="half",
     mlp="mlp",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
-    activation="act_fn",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+    activation="mlp.act_fn",
 )
 
 BERT = Arch(
@@ -111,23 +186,22 @@ BERT = Arch(
     positions="embeddings.position_embeddings",
     token_types="embeddings.token_type_embeddings",
     embedding_norm="embeddings.LayerNorm",
+    attention_norm="attention.output.LayerNorm",
+    mlp_norm="output.LayerNorm",
     norm="layer",
     norm_eps="eps",
+    residual="post",
     attention="attention.self",
-    query="query",
-    key="key",
-    value="value",
-    out="",
+    query="attention.self.query",
+    key="attention.self.key",
+    value="attention.self.value",
+    out="attention.output.dense",
     head_dim="attention_head_size",
     num_heads="num_attention_heads",
     num_kv_heads="num_attention_heads",
-    sm_scale="scaling",
-    dense_acts=("intermediate",),
-    dense_add_norms=("attention.output", "output"),
-    dense="dense",
-    dense_norm="LayerNorm",
-    activation="intermediate_act_fn",
-    residual="post",
+    up="intermediate.dense",
+    down="output.dense",
+    activation="intermediate.intermediate_act_fn",
 )
 
 ARCHITECTURES: dict[str, Arch] = {row.model_type: row for row in (LLAMA, BERT)}

@@ -20,7 +20,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
     """
     training = tuple(path for path, module in model.named_modules() if module.training)
     steps = list(_whole_model(model, config, backend, bool(training)))
-    arch = ARCHITECTURES.get(_model_type(model))
+    arch = _row(model)
     if not config.replace_with_kernel_inject:
         step = "model.forward; replace_with_kernel_inject was not asked for"
         return Plan("pass-through", type(model).__name__, "", tuple(steps), (), step, training=training)
@@ -185,6 +185,11 @@ def _nothing_found(model: nn.Module, kept: list[Kept]) -> str:
         f"in ARCHITECTURES (it has {rows}) for model_type {_model_type(model)!r}, "
         f"and for modules that are exactly {match.PLAIN_CLASSES}; found {found}; leave the option out"
     )
+
+
+def _row(model: nn.Module) -> Arch | None:
+    row = ARCHITECTURES.get(_model_type(model))
+    return row.resolved(getattr(model, "config", None)) if row else None
 
 
 def _model_type(model: nn.Module) -> str:

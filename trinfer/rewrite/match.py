@@ -5,6 +5,7 @@ A reader answers with a `Found`, or with the reason why the module keeps its own
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -58,13 +59,24 @@ class Reader:
 
 def readers(arch: Arch) -> Iterator[tuple[str, Reader]]:
     """(path from a layer, reader) of every part that the row names."""
-    yield from ((name, norm_reader(arch)) for name in arch.norms)
+    closes = dict(_closes(arch))
+    yield from ((name, norm_reader(arch)) for name in arch.norms if name.rpartition(".")[0] not in closes)
     yield arch.attention, Reader(_attention, arch, "attention")
     if arch.mlp:
         yield arch.mlp, Reader(_mlp, arch, "MLP")
-    yield from ((name, Reader(_dense_act, arch, "dense, activation")) for name in arch.dense_acts)
-    add_norm = Reader(_dense_add_norm, arch, "dense, residual, norm")
-    yield from ((name, add_norm) for name in arch.dense_add_norms)
+    elif (owner := arch.up.rpartition(".")[0]) and owner == arch.activation.rpartition(".")[0]:
+        yield owner, Reader(_dense_act, arch, "dense, activation")
+    for owner, (dense, norm) in closes.items():
+        read = partial(_dense_add_norm, dense=dense, norm_name=norm)
+        yield owner, Reader(read, arch, "dense, residual, norm")
+
+
+def _closes(arch: Arch) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(module, (linear, norm)) of every module that closes a half of a post-norm layer."""
+    for dense, norm in ((arch.out, arch.attention_norm), (arch.down, arch.mlp_norm)):
+        owner, _, name = dense.rpartition(".")
+        if arch.residual == "post" and owner and owner == norm.rpartition(".")[0]:
+            yield owner, (name, norm.rpartition(".")[2])
 
 
 def norm_reader(arch: Arch) -> Reader:
@@ -183,60 +195,75 @@ def _norm(module: Any, arch: Arch) -> Found | str:
     return _weights(module) or Found("layer_norm", "layer_norm", records.Norm("layer", eps))
 
 
+def _inside(path: str, owner: str) -> str:
+    """A path from the layer as one from `owner`; empty if it does not lie there."""
+    return path.removeprefix(f"{owner}.") if path.startswith(f"{owner}.") else ""
+
+
 def _mlp(module: Any, arch: Arch) -> Found | str:
-    linears = tuple(filter(None, (arch.gate, arch.up, arch.down)))
-    act, no_act = _act(module, arch.activation)
-    refusal = _strangers(module, {*linears, arch.activation}) or _linears(module, linears) or no_act
+    gate, up, down, activation = (
+        _inside(path, arch.mlp) for path in (arch.gate, arch.up, arch.down, arch.activation)
+    )
+    linears = tuple(filter(None, (gate, up, down)))
+    act, no_act = _act(module, activation)
+    refusal = _strangers(module, {*linears, activation}) or _linears(module, linears) or no_act
     if refusal:
         return refusal
-    text = (
-        f"gemv | matmul: {act}(gate)·up, then down" if arch.gate else f"gemv | matmul: {act}(up), then down"
-    )
-    return Found(text, "mlp", records.Mlp(arch.gate, arch.up, arch.down, act))
+    text = f"gemv | matmul: {act}(gate)·up, then down" if gate else f"gemv | matmul: {act}(up), then down"
+    return Found(text, "mlp", records.Mlp(gate, up, down, act))
 
 
 def _dense_act(module: Any, arch: Arch) -> Found | str:
-    act, no_act = _act(module, arch.activation)
-    refusal = _strangers(module, {arch.dense, arch.activation}) or _linears(module, (arch.dense,)) or no_act
-    return refusal or Found(f"gemv | matmul with {act}", "dense_act", records.DenseAct(arch.dense, act))
+    dense, activation = (path.rpartition(".")[2] for path in (arch.up, arch.activation))
+    act, no_act = _act(module, activation)
+    refusal = _strangers(module, {dense, activation}) or _linears(module, (dense,)) or no_act
+    return refusal or Found(f"gemv | matmul with {act}", "dense_act", records.DenseAct(dense, act))
 
 
-def _dense_add_norm(module: Any, arch: Arch) -> Found | str:
-    norm = getattr(module, arch.dense_norm, None)
-    refusal = _strangers(module, {arch.dense, arch.dense_norm}) or _linears(module, (arch.dense,))
+def _dense_add_norm(module: Any, arch: Arch, dense: str, norm_name: str) -> Found | str:
+    norm = getattr(module, norm_name, None)
+    refusal = _strangers(module, {dense, norm_name}) or _linears(module, (dense,))
     if refusal:
         return refusal
     if type(norm) is not nn.LayerNorm or len(norm.normalized_shape) != 1:
-        return f"{arch.dense_norm} is a {type(norm).__name__}, not a plain LayerNorm of one dimension"
-    record = records.DenseAddNorm(arch.dense, arch.dense_norm, norm.eps)
+        return f"{norm_name} is a {type(norm).__name__}, not a plain LayerNorm of one dimension"
+    record = records.DenseAddNorm(dense, norm_name, norm.eps)
     return _weights(norm) or Found("gemv | matmul with residual, layer_norm", "dense_add_norm", record)
 
 
+def _value(module: nn.Module, given: Any) -> Any:
+    """What a row says of a module: the attribute that it names, or the value that it gives."""
+    return attrgetter(given)(module) if isinstance(given, str) else given
+
+
 def _attention(module: Any, arch: Arch) -> Found | str:
-    linears = tuple(filter(None, (arch.query, arch.key, arch.value, arch.out)))
+    query, key, value, out = (
+        _inside(path, arch.attention) for path in (arch.query, arch.key, arch.value, arch.out)
+    )
+    linears = tuple(filter(None, (query, key, value, out)))
     refusal = _strangers(module, set(linears)) or _linears(module, linears)
     if refusal:
         return refusal
     head_dim, num_heads, num_kv_heads = (
         attrgetter(name)(module) for name in (arch.head_dim, arch.num_heads, arch.num_kv_heads)
     )
-    heads = {arch.query: num_heads, arch.key: num_kv_heads, arch.value: num_kv_heads}
+    heads = {query: num_heads, key: num_kv_heads, value: num_kv_heads}
     for name, count in heads.items():
         width = getattr(module, name).out_features
         if width != count * head_dim:
             return f"{name} has {width} outputs, not {count} heads of {head_dim}"
     record = records.Attention(
-        arch.query,
-        arch.key,
-        arch.value,
-        arch.out,
+        query,
+        key,
+        value,
+        out,
         head_dim,
-        attrgetter(arch.sm_scale)(module),
-        attrgetter(arch.is_causal)(module),
+        _value(module, arch.sm_scale) if arch.sm_scale else head_dim**-0.5,
+        _value(module, arch.is_causal),
         attrgetter(arch.window)(module) if arch.window else None,
         arch.rotary,
     )
     turn = "rotary, " if arch.rotary != "none" else ""
-    close = f", {arch.out}" if arch.out else ""
+    close = f", {out}" if out else ""
     text = f"gemv | matmul q|k|v, {turn}attention | decode_attention{close}"
     return Found(text, "decoder_attention" if arch.rotary != "none" else "encoder_attention", record)
