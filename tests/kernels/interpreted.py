@@ -148,6 +148,21 @@ def steps(dtype):
     check("attention", dtype, q, k, v, is_causal=True, alibi=kernels.alibi_slopes(2), **options)
 
 
+def advances(dtype):
+    for eos in (None, torch.tensor([4, 5, 6])):
+        memory = {
+            "token": torch.tensor([5, 3, 6]),
+            "finished": torch.tensor([False, True, False]),
+            "kv_range": torch.tensor([[0, 3], [1, 4], [2, 5]], dtype=torch.int32),
+            "sequences": torch.zeros(3, 4, dtype=torch.int64),
+            "length": torch.tensor([1, 3, 4]),
+        }
+        expected = {name: x.clone() for name, x in memory.items()}
+        kernels.advance(**memory, eos=eos, pad=7)
+        kernels.advance_ref(**expected, eos=eos, pad=7)
+        assert all(torch.equal(memory[name], expected[name]) for name in memory), memory
+
+
 ELEMENTWISE = (norms, activations, positions)
 CASES = {
     f"{case.__name__} {str(dtype).removeprefix('torch.')}": partial(case, dtype)
@@ -162,6 +177,7 @@ CASES = {
         choices,
         steps,
         tokens,
+        advances,
     )
     for dtype in DTYPES
 }

@@ -10,6 +10,7 @@ from tests.strategies import assert_close, make, truth
 from trinfer.kernels import (
     Norm,
     Prologue,
+    advance,
     attention,
     attention_ref,
     decode_attention,
@@ -88,6 +89,12 @@ class TestOffsetsBeyond32Bits:
     def test_u018_embedding(self):
         ids = torch.tensor([2, 0, 1])
         assert torch.equal(embedding(ids, far_apart(self.w)), self.w[ids])
+
+    def test_u018_sequences(self):
+        sequences = far_apart(torch.zeros(2, 3, dtype=torch.int64))
+        token, kv_range = torch.tensor([5, 6]), torch.zeros(2, 2, dtype=torch.int32)
+        advance(token, torch.zeros(2, dtype=torch.bool), kv_range, sequences, torch.tensor([0, 2]))
+        assert sequences.tolist() == [[5, 0, 0], [0, 0, 6]]
 
     def test_u018_products(self):
         x, w = self.x[:, 0], self.w

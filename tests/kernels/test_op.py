@@ -48,10 +48,11 @@ def test_reference_takes_the_same_arguments(op):
 @pytest.mark.parametrize("op", OPS, ids=ids)
 def test_record_feeds_and_prices_its_op(op):
     arguments = random_inputs(op)
+    for_truth = arguments | {name: arguments[name].clone() for name in op.writes}
     with count_launches() as launches:
         results = op.launcher(**arguments)
     assert launches == {op.name: 1}
-    for actual, expected in zip(as_tuple(results), as_tuple(truth(op.ref, **arguments)), strict=True):
+    for actual, expected in zip(as_tuple(results), as_tuple(truth(op.ref, **for_truth)), strict=True):
         if actual.is_floating_point():
             assert_close(actual, expected, torch.float32)
         else:
@@ -68,11 +69,11 @@ def test_record_feeds_and_prices_its_op(op):
 def test_u029_inputs_are_never_modified(op):
     arguments = random_inputs(op)
     # a cache is there to be written
-    read = {name: value for name, value in arguments.items() if "cache" not in name}
+    read = {name: value for name, value in arguments.items() if name not in op.writes}
     before = [t.clone() for t in tensors(read)]
     results = as_tuple(op.launcher(**arguments))
     assert all(map(torch.equal, tensors(read), before))
-    memories = {t.untyped_storage().data_ptr() for t in tensors(arguments)}
+    memories = {t.untyped_storage().data_ptr() for t in tensors(read)}
     assert not memories & {result.untyped_storage().data_ptr() for result in results}
 
 
@@ -91,10 +92,11 @@ def test_space_overrides_parts_of_the_default(op, monkeypatch):
 def test_reference_runs_where_triton_cannot(op, monkeypatch):
     monkeypatch.setattr(backend, "runs_triton", lambda x: False)
     arguments = random_inputs(op)
+    for_ref = arguments | {name: arguments[name].clone() for name in op.writes}
     with count_launches() as launches:
         results = op.launcher(**arguments)
     assert not launches
-    for actual, expected in zip(as_tuple(results), as_tuple(op.ref(**arguments)), strict=True):
+    for actual, expected in zip(as_tuple(results), as_tuple(op.ref(**for_ref)), strict=True):
         assert torch.equal(actual, expected)
 
 
@@ -182,4 +184,16 @@ class TestCompilesOnce:
         ids, w = torch.zeros(1, 9, dtype=torch.int64), torch.zeros(5, 88)
         for start in range(9):
             kernels.embedding(ids[:, start:], w)
+        assert len(compiled) <= 1
+
+    def test_advancing_any_batch(self, compiled):
+        memory = {"token": torch.zeros(16, dtype=torch.int64), "finished": torch.zeros(16, dtype=torch.bool)}
+        memory["length"] = torch.zeros(16, dtype=torch.int64)
+        kv_range = torch.zeros(16, 2, dtype=torch.int32)
+        for B in (1, 2, 3, 7, 8):
+            for S in (1, 16, 17, 4096):
+                slices = {name: x[B : 2 * B] for name, x in memory.items()}
+                sequences = torch.zeros(B, S, dtype=torch.int64)
+                options = {"kv_range": kv_range[B : 2 * B], "sequences": sequences, "eos": torch.arange(B)}
+                kernels.advance(**slices, **options, pad=S)
         assert len(compiled) <= 1

@@ -8,6 +8,8 @@ A norm in front of a product needs no launch of its own: `norm=Norm(...)` of gem
 
 from trinfer.kernels.activation import OP as ACTIVATION
 from trinfer.kernels.activation import activation, activation_ref, gelu, relu
+from trinfer.kernels.advance import OP as ADVANCE
+from trinfer.kernels.advance import advance, advance_ref
 from trinfer.kernels.attention import OP as ATTENTION
 from trinfer.kernels.attention import attention, attention_ref
 from trinfer.kernels.combine_experts import OP as COMBINE_EXPERTS
@@ -59,6 +61,7 @@ from trinfer.kernels.splits import split_scratch
 
 OPS: tuple[Op, ...] = (
     ACTIVATION,
+    ADVANCE,
     ATTENTION,
     COMBINE_EXPERTS,
     DECODE_ATTENTION,
@@ -89,6 +92,8 @@ __all__ = [
     "Prologue",
     "activation",
     "activation_ref",
+    "advance",
+    "advance_ref",
     "alibi_slopes",
     "attention",
     "attention_ref",

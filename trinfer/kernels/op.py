@@ -17,7 +17,8 @@ class Op:
     """A mathematical function: its launcher, its PyTorch truth, and how to configure, feed and price it.
 
     `default(key)` is a whole launch configuration; each entry of `space` overrides parts of it.
-    `inputs(**sizes)` builds random arguments, `cost(**arguments)` gives the bytes moved and the operations.
+    `inputs(**sizes)` builds random arguments, `cost(**arguments)` gives the bytes moved and the operations;
+    `writes` names those arguments that the launcher changes in place.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Op:
     default: Callable[[Any], Config]
     inputs: Callable[..., dict[str, Any]]
     cost: Callable[..., tuple[int, int]]
+    writes: tuple[str, ...] = ()
 
 
 _counters: list[Counter[str]] = []

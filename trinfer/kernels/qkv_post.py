@@ -275,4 +275,4 @@ def _cost(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[int, int]:
 
 _SPACE = tuple({"BLOCK_H": h, "num_warps": w} for h in (1, 4, 8, 16, 32) for w in (1, 2, 4, 8))
 
-OP = Op("qkv_post", qkv_post, qkv_post_ref, _SPACE, _default, _inputs, _cost)
+OP = Op("qkv_post", qkv_post, qkv_post_ref, _SPACE, _default, _inputs, _cost, writes=("k_cache", "v_cache"))
