@@ -63,7 +63,8 @@ class Recording:
         self._run(None)
 
     def profile(self) -> list[tuple[str, float]]:
-        """Replay, and tell for each launch the kernel and its microseconds."""
+        """Replay, and tell the kernel and the microseconds of each launch; those of the first include that
+        threads wake up."""
         us = (ctypes.c_double * len(self))()
         self._run(us)
         return list(zip(self.names, us, strict=True))

@@ -1,7 +1,10 @@
 /* Runs the programs of launches over the threads of torch's OpenMP pool. */
-#include <sched.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <stdint.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 typedef void (*programs)(const void* args, int64_t begin, int64_t end);
 
@@ -46,10 +49,14 @@ void launch(const struct task* t)
 struct replayed {
   const struct task* const* tasks;
   int64_t count;
-  /* of each launch, if asked for */
-  double* us;
-  /* programs of all launches so far */
+  /* microseconds of each launch, if asked for, and when the launch before was done */
+  double *us, before;
+  /* shares of all launches, numbered through: the next that nobody has taken */
+  int64_t next;
+  /* programs that are done, of all launches so far */
   int64_t finished;
+  /* launches that are done, and threads that sleep until this changes */
+  int done, sleepers;
 };
 
 static void pause_briefly(void)
@@ -61,17 +68,20 @@ static void pause_briefly(void)
 #endif
 }
 
-/* the other threads finish within microseconds, or have lost their core: then ours is offered to whom it may help */
-static void await(const int64_t* finished, int64_t due)
+/* the others finish within microseconds, or have lost their core; then ours has to fall idle, so that the system
+   moves them here: yielding it again and again is ten times slower beside two busy processes */
+static void await(struct replayed* r, int launches)
 {
-  int spins = 0;
-  while (__atomic_load_n(finished, __ATOMIC_ACQUIRE) < due) {
-    if (spins < 2000) {
-      spins++;
-      pause_briefly();
-    } else
-      sched_yield();
+  int done;
+  for (int spins = 0; spins < 2000; spins++) {
+    if (__atomic_load_n(&r->done, __ATOMIC_ACQUIRE) >= launches)
+      return;
+    pause_briefly();
   }
+  __atomic_fetch_add(&r->sleepers, 1, __ATOMIC_SEQ_CST);
+  while ((done = __atomic_load_n(&r->done, __ATOMIC_SEQ_CST)) < launches)
+    syscall(SYS_futex, &r->done, FUTEX_WAIT_PRIVATE, done, 0, 0, 0);
+  __atomic_fetch_sub(&r->sleepers, 1, __ATOMIC_RELAXED);
 }
 
 static double now_us(void)
@@ -81,34 +91,50 @@ static double now_us(void)
   return t.tv_sec * 1e6 + t.tv_nsec * 1e-3;
 }
 
-/* one thread's share of every launch; the count of finished programs is the barrier: no thread goes on before all
-   programs of a launch are done, and a thread without a share holds up no other */
+static void announce(struct replayed* r, int launches)
+{
+  if (r->us) {
+    double now = now_us();
+    r->us[launches - 1] = now - r->before;
+    r->before = now;
+  }
+  __atomic_store_n(&r->done, launches, __ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&r->sleepers, __ATOMIC_SEQ_CST) > 0)
+    syscall(SYS_futex, &r->done, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0);
+}
+
+/* takes shares on demand, two a thread and launch, and runs each once the launches before are done. A thread that
+   loses its core between two shares holds up no other, which a barrier for all threads would do */
 static void work_through(void* data)
 {
   struct replayed* r = data;
-  const struct task* const* tasks = r->tasks;
-  int64_t count = r->count, threads = omp_get_num_threads(), thread = omp_get_thread_num(), due = 0;
-  double* us = thread == 0 ? r->us : 0;
-  double before = us ? now_us() : 0;
-  for (int64_t k = 0; k < count; k++) {
-    const struct task* t = tasks[k];
-    int64_t begin = t->count * thread / threads, end = t->count * (thread + 1) / threads;
-    if (begin < end) {
-      t->run(t->args, begin, end);
-      __atomic_fetch_add(&r->finished, end - begin, __ATOMIC_RELEASE);
+  int64_t most = 2 * omp_get_num_threads();
+  /* of the launches before k: their shares and their programs */
+  int64_t shares_before = 0, programs_before = 0;
+  for (int k = 0;;) {
+    int64_t share = __atomic_fetch_add(&r->next, 1, __ATOMIC_RELAXED) - shares_before, shares = 0;
+    for (; k < r->count; k++) {
+      shares = r->tasks[k]->count < most ? r->tasks[k]->count : most;
+      if (share < shares)
+        break;
+      share -= shares;
+      shares_before += shares;
+      programs_before += r->tasks[k]->count;
     }
-    due += t->count;
-    await(&r->finished, due);
-    if (us) {
-      double after = now_us();
-      us[k] = after - before;
-      before = after;
-    }
+    if (k == r->count)
+      return;
+    const struct task* t = r->tasks[k];
+    int64_t begin = t->count * share / shares, end = t->count * (share + 1) / shares;
+    await(r, k);
+    t->run(t->args, begin, end);
+    if (__atomic_add_fetch(&r->finished, end - begin, __ATOMIC_ACQ_REL) == programs_before + t->count)
+      announce(r, k + 1);
   }
 }
 
+/* all tasks in order, each after the one before is done */
 void replay(const struct task* const* tasks, int64_t count, int threads, double* us)
 {
-  struct replayed r = {tasks, count, us, 0};
+  struct replayed r = {.tasks = tasks, .count = count, .us = us, .before = us ? now_us() : 0};
   GOMP_parallel(work_through, &r, (unsigned)threads, 0);
 }
