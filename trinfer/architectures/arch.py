@@ -1,4 +1,4 @@
-"""One row per architecture: what its parts are called and which variant of the mathematics they use."""
+"""What a row can say: the names of the parts of a model, and flags for the mathematics they use."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 NormKind = Literal["rms", "layer"]
 Cast = Literal["input", "float32"]
 Rotary = Literal["none", "half", "interleaved"]
-RotaryTable = Literal["halves", "pairs", "sines_first"]
+RotaryLayout = Literal["halves", "pairs", "sines_first"]
 Residual = Literal["pre", "post", "parallel"]
 QkvLayout = Literal["concat", "heads", "groups", "shards"]
 QkNorm = Literal["none", "head", "width"]
@@ -71,8 +71,7 @@ class Arch:
     # attribute of the layer: factor of what attention and MLP give, before it is added
     residual_scale: str = ""
     # what the layer's own forward returns
-    layer_output: Alibi = Literal["none", "plain", "scaled"]
-LayerOutput = "tensor"
+    layer_output: LayerOutput = "tensor"
 
     # attention: three linears, or `qkv` in which each layout has its order of outputs: concat q|k|v, heads
     # q|k|v for each head, groups q..q|k|v for each key/value head, shards q|v|k for each of four
@@ -92,19 +91,25 @@ LayerOutput = "tensor"
     head_dim: str
     num_heads: str
     num_kv_heads: str
+    layer_index: str = "layer_idx"
     sm_scale: str | float = "scaling"
     is_causal: str | bool = "is_causal"
+    # a layer has a window where `window_where`, (attribute, value), holds; empty: where it is not None
     window: str = ""
+    window_where: tuple[str, str] | tuple[()] = ()
     softcap: str = ""
     sinks: str = ""
-    # scaled: `sm_scale` is applied to the bias as well
+    # scaled: `sm_scale` is applied to the bias as well, and the model's own 4-D masks hold it already
     alibi: Alibi = "none"
     # `rotary_layout` says how the model's own table holds its angles: all of them twice, each of them twice,
     # or once and the sines first; `rotary_flag` is an attribute of the attention module that is false where a
     # layer does not rotate
     rotary: Rotary = "none"
-    rotary_layout: RotaryTable = "halves"
+    rotary_layout: RotaryLayout = "halves"
     rotary_flag: str = ""
+    # the model's own masks are bool and True where a query must not attend; it makes them without asking
+    # which attention is chosen
+    mask_is_inverted: bool = False
 
     # the MLP: `mlp` is the module around it, empty where its linears live in the layer or apart; `gate_up` is
     # a linear whose outputs are those of gate, then those of up
@@ -124,6 +129,8 @@ LayerOutput = "tensor"
     # why a layer of this row cannot run as one; empty if it can
     only_by_parts: str = ""
 
+    # the row of the decoder in a model that has an encoder as well
+    decoder: "Arch | None" = None
     variants: tuple[Variant, ...] = ()
 
     def __post_init__(self) -> None:
@@ -150,58 +157,3 @@ LayerOutput = "tensor"
         for variant in self.variants:
             if getattr(config, variant.attribute, None) == variant.value:
                 yield from variant.changes
-
-
-LLAMA = Arch(
-    model_type="llama",
-    backbone="model",
-    embedding="embed_tokens",
-    layers="layers",
-    rotary_table="rotary_emb",
-    final_norm="norm",
-    head="lm_head",
-    attention_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
-    attention="self_attn",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    out="self_attn.o_proj",
-    head_dim="head_dim",
-    num_heads="config.num_attention_heads",
-    num_kv_heads="config.num_key_value_heads",
-    rotary="half",
-    mlp="mlp",
-    gate="mlp.gate_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-    activation="mlp.act_fn",
-)
-
-BERT = Arch(
-    model_type="bert",
-    backbone="bert",
-    embedding="embeddings.word_embeddings",
-    layers="encoder.layer",
-    positions="embeddings.position_embeddings",
-    token_types="embeddings.token_type_embeddings",
-    embedding_norm="embeddings.LayerNorm",
-    attention_norm="attention.output.LayerNorm",
-    mlp_norm="output.LayerNorm",
-    norm="layer",
-    norm_eps="eps",
-    residual="post",
-    attention="attention.self",
-    query="attention.self.query",
-    key="attention.self.key",
-    value="attention.self.value",
-    out="attention.output.dense",
-    head_dim="attention_head_size",
-    num_heads="num_attention_heads",
-    num_kv_heads="num_attention_heads",
-    up="intermediate.dense",
-    down="output.dense",
-    activation="intermediate.intermediate_act_fn",
-)
-
-ARCHITECTURES: dict[str, Arch] = {row.model_type: row for row in (LLAMA, BERT)}
