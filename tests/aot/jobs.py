@@ -11,7 +11,7 @@ import torch
 from bench.run import MODELS
 from tests.aot.targets import TARGETS, Facts, compile_op
 from trinfer.autotune import Config
-from trinfer.kernels import OPS, Norm, Prologue
+from trinfer.kernels import OPS, Norm, Prologue, Table
 from trinfer.kernels.op import Op
 
 # one token, a small batch, a prompt
@@ -105,6 +105,14 @@ def _step(arguments: Arguments) -> Arguments:
     return _masked(arguments) | {"new": (new, new), "prologue": prologue}
 
 
+def _added(arguments: Arguments) -> Arguments:
+    """What BERT's tables and norm make of a token, at a position that is counted on the device."""
+    ids, weight = arguments["ids"], arguments["weight"]
+    kv_range = ids.new_empty(len(ids), 2, dtype=torch.int32)
+    tables = {"types": Table(weight, ids), "positions": Table(weight, kv_range=kv_range)}
+    return arguments | tables | {"norm": Norm(weight[0], weight[0], 1e-5, "layer")}
+
+
 _PRODUCT = {"gated": _gated, "segments": _segments}
 _CODES = {"int4": _codes(True), "int4 with zeros": _codes(False)}
 VARIANTS: dict[str, dict[str, Variant]] = {
@@ -114,6 +122,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "quant_matmul": {**_PRODUCT, **_CODES, "integers": _integers},
     "grouped_gemv": {"gated": _gated},
     "grouped_matmul": {"gated": _gated},
+    "embedding": {"added": _added},
     "attention": {"masked": _masked, "biased": _biased, "scored": _scored},
     "decode_attention": {"masked": _masked, "biased": _biased, "scored": _scored, "step": _step},
 }

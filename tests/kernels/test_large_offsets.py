@@ -10,6 +10,7 @@ from tests.strategies import assert_close, make, truth
 from trinfer.kernels import (
     Norm,
     Prologue,
+    Table,
     advance,
     attention,
     attention_ref,
@@ -89,6 +90,9 @@ class TestOffsetsBeyond32Bits:
     def test_u018_embedding(self):
         ids = torch.tensor([2, 0, 1])
         assert torch.equal(embedding(ids, far_apart(self.w)), self.w[ids])
+        table = Table(far_apart(self.w), ids)
+        y = embedding(ids, self.w, types=table, positions=table)
+        assert torch.equal(y, self.w[ids] + self.w[ids] + self.w[ids])
 
     def test_u018_sequences(self):
         sequences = far_apart(torch.zeros(2, 3, dtype=torch.int64))

@@ -186,6 +186,15 @@ class TestCompilesOnce:
             kernels.embedding(ids[:, start:], w)
         assert len(compiled) <= 1
 
+    def test_any_positions(self, compiled):
+        ids, at = torch.zeros(20, dtype=torch.int64), torch.zeros(20, dtype=torch.int32)
+        kv_range, w = torch.tensor([[0, 1]], dtype=torch.int32).repeat(20, 1), torch.zeros(40, 88)
+        for B in (1, 2, 7, 8, 16):
+            for where in ({"ids": at[1 : B + 1]}, {"kv_range": kv_range[1 : B + 1]}):
+                table = kernels.Table(w[:16], **where, offset=B)
+                kernels.embedding(ids[1 : B + 1], w, types=table, positions=table)
+        assert len(compiled) <= 2
+
     def test_advancing_any_batch(self, compiled):
         memory = {"token": torch.zeros(16, dtype=torch.int64), "finished": torch.zeros(16, dtype=torch.bool)}
         memory["length"] = torch.zeros(16, dtype=torch.int64)

@@ -17,7 +17,7 @@ from trinfer.kernels.combine_experts import combine_experts, combine_experts_ref
 from trinfer.kernels.decode_attention import OP as DECODE_ATTENTION
 from trinfer.kernels.decode_attention import decode_attention, decode_attention_ref
 from trinfer.kernels.embedding import OP as EMBEDDING
-from trinfer.kernels.embedding import embedding, embedding_ref
+from trinfer.kernels.embedding import Table, embedding, embedding_ref
 from trinfer.kernels.gated_activation import OP as GATED_ACTIVATION
 from trinfer.kernels.gated_activation import gated_activation, gated_activation_ref, silu_mul
 from trinfer.kernels.gemv import OP as GEMV
@@ -90,6 +90,7 @@ __all__ = [
     "Norm",
     "Op",
     "Prologue",
+    "Table",
     "activation",
     "activation_ref",
     "advance",

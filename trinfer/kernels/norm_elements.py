@@ -86,6 +86,29 @@ def normalise(
     return y.to(DTYPE)
 
 
+@triton.jit
+def normalise_row(
+    row,
+    weight_ptr,
+    bias_ptr,
+    offs_k,
+    mask_k,
+    K,
+    eps,
+    NORM: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """A whole row in registers, 0 where masked, as the norm's own kernel would store it in DTYPE."""
+    mean = 0.0
+    centred = row
+    if NORM == "layer":
+        mean = tl.sum(row, 0) / K
+        centred = tl.where(mask_k, row - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 0) / K + eps)
+    return normalise(row, mean, rstd, weight_ptr, bias_ptr, offs_k, mask_k, NORM, WEIGHT_OFFSET, DTYPE)
+
+
 def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
     """Refuse arguments of a normalisation that do not fit the rows of x."""
     N = x.shape[-1]

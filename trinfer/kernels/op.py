@@ -77,16 +77,28 @@ def output(
     Refuses an `out` of another shape, dtype, device or layout, and one that overlaps what programs still read
     while others write: the tensors of `read`, and `residual` unless it is the same memory entry by entry.
     """
-    shape = (*x.shape[:-1], N)
+    if out is not None and residual is not None:
+        is_same = residual.data_ptr() == out.data_ptr() and residual.is_contiguous()
+        read = read if is_same else (*read, residual)
+    return output_of((*x.shape[:-1], N), out, x, read)
+
+
+def output_of(
+    shape: tuple[int, ...],
+    out: Tensor | None,
+    x: Tensor,
+    read: tuple[Tensor | None, ...],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`out`, or new memory of `shape` like x; refuses what `output` refuses, without a residual."""
+    dtype = x.dtype if dtype is None else dtype
     if out is None:
-        return x.new_empty(shape)
-    if out.shape != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        return x.new_empty(shape, dtype=dtype)
+    if out.shape != shape or out.dtype != dtype or out.device != x.device or not out.is_contiguous():
         raise ValueError(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()} - allowed: "
-            f"{shape} {x.dtype} on {x.device}, contiguous - make it with x.new_empty({shape})"
+            f"{shape} {dtype} on {x.device}, contiguous - make it with x.new_empty({shape}, dtype={dtype})"
         )
-    if residual is not None and not (residual.data_ptr() == out.data_ptr() and residual.is_contiguous()):
-        read = (*read, residual)
     if any(t is not None and _overlap(out, t) for t in read):
         raise ValueError(
             "out shares memory with an argument - allowed: memory of its own, or the residual itself - "

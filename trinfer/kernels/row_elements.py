@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from trinfer.kernels.elements import dot
-from trinfer.kernels.norm_elements import normalise, row_statistics
+from trinfer.kernels.norm_elements import normalise, normalise_row, row_statistics
 
 
 @triton.jit
@@ -28,19 +28,14 @@ def load_row(
     if SPANS_K:
         row = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
         if NORM != "none":
-            centred = row
-            if NORM == "layer":
-                mean = tl.sum(row, 0) / K
-                centred = tl.where(mask_k, row - mean, 0.0)
-            rstd = tl.rsqrt(tl.sum(centred * centred, 0) / K + eps)
-            row = normalise(
+            row = normalise_row(
                 row,
-                mean,
-                rstd,
                 norm_weight_ptr,
                 norm_bias_ptr,
                 offs_k,
                 mask_k,
+                K,
+                eps,
                 NORM,
                 WEIGHT_OFFSET,
                 x_ptr.dtype.element_ty,
