@@ -159,24 +159,38 @@ def test_an_exception_ends_the_recording():
     assert len(recording) == 0
 
 
-def recorded() -> tuple[Recording, Tensor, weakref.ref[Tensor]]:
-    """A recording whose input is known to nobody else; its output, and a look at the input."""
+def fillers() -> list[Tensor]:
+    """Memory that may be that of a tensor of 5000 which is free."""
+    gc.collect()
+    return [torch.full((5000,), -1, dtype=torch.int32) for _ in range(20)]
+
+
+def recorded() -> tuple[Recording, Tensor, weakref.ref[torch.UntypedStorage]]:
+    """A recording whose input is known to nobody else; its output, and a look at the input's memory."""
     x, y = integers(0, 1000, 5000), torch.empty(5000, dtype=torch.int32)
     with record() as recording:
         turn(x, y, 5, 64)
-    return recording, y, weakref.ref(x)
+    return recording, y, weakref.ref(x.untyped_storage())
 
 
-def test_tensors_live_as_long_as_the_recording():
-    recording, y, x = recorded()
-    gc.collect()
-    # memory of the size of x, which would be that of x if it were free
-    others = [torch.full((5000,), -1, dtype=torch.int32) for _ in range(20)]
+def test_memory_lives_as_long_as_the_recording():
+    recording, y, memory = recorded()
+    others = fillers()
     recording.replay()
     assert torch.equal(y, turn_ref(integers(0, 1000, 5000), 5)) and len(others) == 20
     del recording
     gc.collect()
-    assert x() is None
+    assert memory() is None
+
+
+def test_memory_is_that_of_the_moment_of_recording():
+    x, y = integers(0, 1000, 5000), torch.empty(5000, dtype=torch.int32)
+    with record() as recording:
+        turn(x, y, 5, 64)
+    x.data = torch.zeros_like(x)
+    others = fillers()
+    recording.replay()
+    assert torch.equal(y, turn_ref(integers(0, 1000, 5000), 5)) and len(others) == 20
 
 
 def test_replays_from_several_python_threads():

@@ -88,8 +88,10 @@ class Launcher:
             pointers = [values[i] if i in self.pointers else None for i in self.kept]
             checked = functools.partial(checked_launch, self.launch, self.metadata, task, programs, pointers)
         if here.recording is not None:
-            tensors = tuple(values[i] for i in self.pointers)
-            here.recording.append(Launch(self.metadata.name, task, tensors, checked))
+            # not the tensors themselves: `tensor.data = other` frees their memory
+            tensors = (value for i in self.pointers if isinstance(value := values[i], torch.Tensor))
+            memory = tuple([tensor.untyped_storage() for tensor in tensors])
+            here.recording.append(Launch(self.metadata.name, task, memory, checked))
         elif checked:
             checked()
 

@@ -25,8 +25,8 @@ class Launch(NamedTuple):
     name: str
     task: bytes
     """`struct task` of runtime.c."""
-    tensors: tuple[Any, ...]
-    """What the task points to."""
+    memory: tuple[torch.UntypedStorage, ...]
+    """What the task points to, but for arguments that are bare addresses."""
     checked: Callable[[], None] | None
     """Runs the launch under the sanitizer; set if the kernel was compiled with checks."""
 
@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 class Recording:
     """Launches in the order in which they were made.
 
-    A replay reads and writes the memory that the launches were given; the tensors are kept alive.
+    A replay reads and writes the memory that the launches were given, which lives as long as the recording.
     """
 
     def __init__(self) -> None:
