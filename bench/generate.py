@@ -1,6 +1,11 @@
 """Greedy decoding through trinfer against transformers' own eager code, interleaved in one process.
 
     python -m bench.generate --model smollm2 --dtype fp32
+    python -m bench.generate --dtype bf16 --batch 8
+    python -m bench.generate --dtype bf16 --competitors 1      # beside a process that keeps one core busy
+
+trinfer records its steps (`enable_cuda_graph=True`). Between the runs a probe reads memory with all threads: a
+step can take no less than its weights and its keys and values at that rate.
 
 Writes bench/results/<device>.json and a picture beside it. No ratio is printed unless trinfer's kernels were
 launched and both sides say the same: float32 the same tokens; 16 bits, where rounding may choose the other of
@@ -12,7 +17,11 @@ import datetime
 import json
 import math
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +31,8 @@ from transformers.generation.streamers import BaseStreamer
 import trinfer
 from bench.machine import machine
 from trinfer import backend, checkpoint
+from trinfer.cache import bytes_per_token
+from trinfer.compat import kv_shape
 from trinfer.kernels.op import count_launches
 
 HERE = Path(__file__).parent
@@ -57,7 +68,41 @@ def measure(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tenso
         streamer=clock,
     )
     start, first, last = clock.times_s[0], clock.times_s[1], clock.times_s[-1]
-    return tokens[0, ids.shape[1] :].cpu(), (first - start) * 1e3, (new_tokens - 1) / (last - first)
+    rate = len(ids) * (new_tokens - 1) / (last - first)
+    return tokens[:, ids.shape[1] :].cpu(), (first - start) * 1e3, rate
+
+
+def read_gbps() -> float:
+    """Gigabytes a second that all threads together read from memory, the best of three."""
+    x = torch.ones(1 << 28, dtype=torch.int8, device=backend.default_device()).view(torch.float32)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        x.sum().item()
+        times.append(time.perf_counter() - start)
+    return x.numel() * x.element_size() / min(times) / 1e9
+
+
+def step_bytes(model: Any, batch: int, tokens: int) -> int:
+    """What one step must read: every weight but an untied embedding, keys and values of `tokens` tokens."""
+    layers, num_kv_heads, head_dim = kv_shape(model.config)  # type: ignore[misc]
+    size = model.dtype.itemsize
+    weights = sum(p.numel() for p in model.parameters())
+    if not model.config.tie_word_embeddings:
+        weights -= model.get_input_embeddings().weight.numel()
+    return weights * size + bytes_per_token(batch, (layers, num_kv_heads, head_dim), size) * tokens
+
+
+@contextmanager
+def competing(processes: int) -> Iterator[None]:
+    """Processes that keep a core busy each, while the block runs."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -73,6 +118,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         checkpoint.load_model(args.model, dtype)[0],
         dtype=dtype,
         replace_with_kernel_inject=True,
+        enable_cuda_graph=True,
         max_out_tokens=max(PERPLEXITY_TOKENS, args.prompt_tokens + args.new_tokens),
     )
     eager.to(engine.device)
@@ -80,7 +126,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     eager.generation_config.eos_token_id = engine.generation_config.eos_token_id = None
     text = tokenizer(PROSE.read_text(), return_tensors="pt").input_ids.to(engine.device)
     text = text[:, : min(PERPLEXITY_TOKENS, eager.config.max_position_embeddings)]
-    ids = text[:, : args.prompt_tokens]
+    ids = prompts(text, args.batch, args.prompt_tokens)
     with count_launches() as launches:
         tokens = measure(engine, ids, args.new_tokens)[0]
     if not launches:
@@ -88,12 +134,22 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     expected = measure(eager, ids, args.new_tokens)[0]
     agreement = agree(eager, engine, text, tokens, expected)
     runs: dict[str, list[tuple[float, float]]] = {"transformers": [], "trinfer": []}
-    for repeat in range(args.repeats):
-        for name, model in (("transformers", eager), ("trinfer", engine)):
-            _, prefill_ms, rate = measure(model, ids, args.new_tokens)
-            runs[name].append((prefill_ms, rate))
-            print(f"run {repeat + 1}  {name:12}  prefill {prefill_ms:7.1f} ms  {rate:7.2f} tokens/s")
-    return row(args, runs) | agreement
+    probes = []
+    with competing(args.competitors):
+        for repeat in range(args.repeats):
+            for name, model in (("transformers", eager), ("trinfer", engine)):
+                _, prefill_ms, rate = measure(model, ids, args.new_tokens)
+                runs[name].append((prefill_ms, rate))
+                print(f"run {repeat + 1}  {name:12}  prefill {prefill_ms:7.1f} ms  {rate:7.2f} tokens/s")
+            probes.append(read_gbps())
+    tokens = args.prompt_tokens + args.new_tokens // 2
+    return row(args, runs, probes, step_bytes(engine, args.batch, tokens)) | agreement
+
+
+def prompts(text: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+    """Rows [batch, tokens] from a text [1, N], each beginning a little later."""
+    starts = [row * ((text.shape[1] - tokens) // max(1, batch)) for row in range(batch)]
+    return torch.cat([text[:, start : start + tokens] for start in starts])
 
 
 def agree(
@@ -104,10 +160,10 @@ def agree(
     Raises:
         SystemExit: they do not, as the first lines of this file define it.
     """
-    different = (tokens != expected).nonzero()
-    equal_tokens = int(different[0]) if len(different) else len(expected)
+    different = (tokens != expected).any(0).nonzero()
+    equal_tokens = int(different[0]) if len(different) else expected.shape[1]
     if eager.dtype == torch.float32:
-        if equal_tokens < len(expected):
+        if equal_tokens < expected.shape[1]:
             raise SystemExit(
                 f"tokens differ from transformers from token {equal_tokens} on: a speed would mean nothing"
             )
@@ -128,12 +184,15 @@ def mean_nll(model: Any, text: torch.Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits, text[0, 1:]))
 
 
-def row(args: argparse.Namespace, runs: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
-    """Medians of both sides and their ratio."""
+def row(
+    args: argparse.Namespace, runs: dict[str, list[tuple[float, float]]], probes: list[float], step: int
+) -> dict[str, Any]:
+    """Medians of both sides, their ratio, and how near a step comes to reading its bytes."""
     result: dict[str, Any] = {
         "model": Path(args.model).name,
         "dtype": args.dtype,
-        "batch": 1,
+        "batch": args.batch,
+        "competitors": args.competitors,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
         "repeats": args.repeats,
@@ -149,6 +208,11 @@ def row(args: argparse.Namespace, runs: dict[str, list[tuple[float, float]]]) ->
     for what, better in (("tokens_per_s", "trinfer"), ("prefill_ms", "transformers")):
         other = "transformers" if better == "trinfer" else "trinfer"
         result[f"{what}_ratio"] = round(result[better][what] / result[other][what], 3)
+    result["read_gbps"] = round(statistics.median(probes), 1)
+    result["step_bytes"] = step
+    for name in runs:
+        steps_per_s = result[name]["tokens_per_s"] / args.batch
+        result[name]["share_of_read"] = round(steps_per_s * step / 1e9 / result["read_gbps"], 3)
     return result
 
 
@@ -156,13 +220,19 @@ def save(result: dict[str, Any], facts: dict[str, Any], folder: Path) -> Path:
     """Put the row into the device's file; a row for the same question replaces the older one."""
     path = folder / f"{backend.device_slug(backend.default_device())}.json"
     content = json.loads(path.read_text()) if path.exists() else {}
-    question = ("model", "dtype", "batch", "prompt_tokens", "new_tokens")
-    kept = [r for r in content.get("generate", []) if any(r[key] != result[key] for key in question)]
+    question = ("model", "dtype", "batch", "competitors", "prompt_tokens", "new_tokens")
+    kept = [r for r in content.get("generate", []) if any(r.get(key) != result[key] for key in question)]
     rows = sorted([*kept, result | {"machine": facts}], key=lambda r: [r[key] for key in question])
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content | {"generate": rows}, indent=1) + "\n")
     draw(rows, path.with_name(f"{path.stem}_generate.png"))
     return path
+
+
+def situation(r: dict[str, Any]) -> str:
+    """Batch and competitors of a row."""
+    beside = f", {r['competitors']} busy beside" if r["competitors"] else ""
+    return f"batch {r['batch']}{beside}\n"
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -178,9 +248,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         bars = axes.bar([x + offset for x in range(len(rows))], rates, 0.4, label=name, color=colour)
         axes.bar_label(bars, fmt="%.1f")
     axes.set_xticks(
-        range(len(rows)), [f"{r['model']} {r['dtype']}\nx {r['tokens_per_s_ratio']}" for r in rows]
+        range(len(rows)), [f"{r['model']} {r['dtype']}\n{situation(r)}x {r['tokens_per_s_ratio']}" for r in rows]
     )
-    axes.set_ylabel("decoding, tokens per second, batch 1")
+    axes.set_ylabel("decoding, tokens per second")
     axes.set_title(rows[0]["machine"]["device"], fontsize="small")
     axes.legend()
     figure.savefig(path, dpi=100, metadata={"Software": None})
@@ -194,6 +264,8 @@ def main() -> None:
         "--model", default="smollm2", help="a name, folder or .gguf file as in `trinfer generate`"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--competitors", type=int, default=0, help="processes that keep a core busy")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)

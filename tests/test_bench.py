@@ -20,7 +20,8 @@ needs_kernels = pytest.mark.skipif(backend.kind() == "reference", reason="no ker
 @pytest.fixture
 def args(tmp_path: Path) -> argparse.Namespace:
     model = str(tiny_gguf(tmp_path))
-    return argparse.Namespace(model=model, dtype="fp32", prompt_tokens=8, new_tokens=4, repeats=2)
+    sizes = {"batch": 2, "prompt_tokens": 8, "new_tokens": 4, "repeats": 2, "competitors": 1}
+    return argparse.Namespace(model=model, dtype="fp32", **sizes)
 
 
 @needs_kernels
@@ -40,7 +41,7 @@ def test_result_names_both_sides_their_ratio_and_the_machine(
 
 
 def test_different_tokens_give_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = iter([torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 4, 4])])
+    sides = iter([torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 4, 4]])])
     monkeypatch.setattr(generate, "measure", lambda *_: (next(sides), 1.0, 1.0))
     monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter(gemv=1)))
     with pytest.raises(SystemExit, match="tokens differ from transformers from token 2 on"):
@@ -61,7 +62,7 @@ def test_16_bits_may_choose_other_tokens_of_equal_likelihood(
 
 
 def test_no_launch_gives_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "measure", lambda *_: (torch.tensor([1]), 1.0, 1.0))
+    monkeypatch.setattr(generate, "measure", lambda *_: (torch.tensor([[1]]), 1.0, 1.0))
     monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter()))
     with pytest.raises(SystemExit, match="no kernel of trinfer was launched"):
         generate.compare(args)

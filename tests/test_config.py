@@ -254,7 +254,6 @@ ASKING: dict[str, dict[str, Any]] = {
     "tensor_parallel.tp_grain_size": {"tp": {"tp_grain_size": 32}},
     "tensor_parallel.mpu": {"tp": {"mpu": MPU}},
     "tensor_parallel.tp_group": {"tp": {"tp_group": object()}},
-    "enable_cuda_graph": {"enable_cuda_graph": True, **INJECT},
     "triton_autotune": {"triton_autotune": True, **INJECT},
     "zero.stage": {"zero": NVME},
     "zero.offload_param": {"zero": NVME},

@@ -20,8 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 import trinfer
 from tests.models import engine_of, left_padded, make, reference, token_ids
 from tests.reports import models
-from trinfer import backend, generation
+from trinfer import backend
 from trinfer.cache import KVCache
+from trinfer.generation import subclass
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -88,12 +89,15 @@ def test_tokens_equal_transformers(mode: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "llama_biased", "bert_decoder"])
 def test_greedy_runs_the_lean_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, expected = pair(name)
-    calls: list[int] = []
-    lean = generation.greedy
-    monkeypatch.setattr(generation, "greedy", lambda *args: calls.append(1) or lean(*args))
+    calls: list[str] = []
+    for lean in ("greedy", "decode"):
+        run = getattr(subclass, lean)
+        monkeypatch.setattr(
+            subclass, lean, lambda *args, run=run, lean=lean: calls.append(lean) or run(*args)
+        )
     ids = token_ids(2, 5)
     assert torch.equal(generate(engine, ids), generate(expected, ids))
-    assert calls == [1]
+    assert calls == ["decode" if name == "bert_decoder" else "greedy"]
 
 
 @pytest.mark.parametrize(
@@ -233,22 +237,26 @@ def test_cache_shrinks_with_one_warning_and_never_below_the_minimum(monkeypatch:
     monkeypatch.setattr(backend, "free_bytes", lambda device: 20 * per_token)
     with pytest.warns(UserWarning, match=r"max_out_tokens=64 for 1 rows needs .* the limit is now 20"):
         assert engine.generate(token_ids(1, 10), max_new_tokens=10).shape[1] == 20
+    # the first call has taken all there was, and the next one gets its buffers
+    monkeypatch.setattr(backend, "free_bytes", lambda device: 0)
     with pytest.raises(ValueError, match=r"10 tokens \+ 11 new tokens = 21 exceed max_out_tokens=20"):
         engine.generate(token_ids(1, 10), max_new_tokens=11)
     with pytest.raises(ValueError, match=r"min_out_tokens=4 for 6 rows needs 9216 bytes and 7680 are free"):
         engine.generate(token_ids(2, 1), max_new_tokens=1, num_beams=3)
+    monkeypatch.setattr(backend, "free_bytes", lambda device: 20 * per_token)
     with pytest.raises(ValueError, match=r"min_out_tokens=21 for 1 rows needs 8064 bytes and 7680 are free"):
         engine_of(make("llama"), max_out_tokens=64, min_out_tokens=21)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampling", "beams"])
 def test_cache_is_preallocated(mode: str) -> None:
-    engine, _ = pair()
-    out = generate(engine, token_ids(2, 5), return_dict_in_generate=True, **MODES[mode])
+    engine, _ = pair(max_out_tokens=40)
+    out = generate(engine, token_ids(3, 5), return_dict_in_generate=True, **MODES[mode])
     cache = getattr(out, "cache", None) or out.past_key_values
     assert isinstance(cache, KVCache)
     assert cache.get_seq_length() == 12
-    assert [layer._buffers[0].shape[-2] for layer in cache.layers] == [13, 13]
+    rows = 16 if mode == "beams" else 4
+    assert [tuple(layer.buffers.keys.shape) for layer in cache.layers] == [(rows, 3, 40, 8)] * 2
 
 
 def test_cache_handed_back_continues() -> None:
@@ -361,7 +369,7 @@ def test_continuous_batching_is_refused() -> None:
 
 
 def test_cache_crop_reorder_repeat_reset() -> None:
-    cache = KVCache(limit=8, expected=4)
+    cache = KVCache(limit=8)
     keys, values = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 6)
     k, v = cache.update(keys, values, 0)
     assert torch.equal(k, keys)

@@ -131,6 +131,17 @@ def kv_shape(config: Any) -> tuple[int, int, int] | None:
     return layers, num_kv_heads, getattr(text, "head_dim", None) or width // num_heads
 
 
+def has_user_hooks(model: nn.Module) -> bool:
+    """True if a module below `model` has hooks other than those by which transformers collects outputs."""
+    hooks = [
+        hook
+        for module in model.modules()
+        if module is not model
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`float16` for torch.float16."""
     return str(dtype).removeprefix("torch.")

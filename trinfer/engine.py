@@ -50,7 +50,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> "Infe
         if not options.keep_module_on_host:
             model.to(where.device)
         model.eval()
-        generation.attach(model, limits)
+        generation.attach(model, limits, _decoder(plan, options))
         return _engine_class(model)(model, options, plan)
 
 
@@ -181,6 +181,16 @@ class InferenceEngine(nn.Module):
 
 
 CONVERTED = "as after model.to(dtype): what conversion rounded away cannot come back"
+
+
+def _decoder(plan: Plan, options: InferenceConfig) -> Any:
+    """What runs the decode steps of this model by launches; None where its forward does."""
+    if plan.decoder is None:
+        return None
+    # kernels need triton, which the mode without kernels does without
+    from trinfer.step import Decoder
+
+    return Decoder(plan.decoder, options.enable_cuda_graph)
 
 
 def refuse_other_than_module(model: Any) -> None:

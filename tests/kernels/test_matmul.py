@@ -147,3 +147,17 @@ def test_matmul_refuses_what_does_not_fit():
         matmul(x, w, residual=torch.zeros(1, 4))
     with pytest.raises(ValueError, match="act='swish'"):
         matmul(x, w, act="swish")
+
+
+def test_matmul_writes_into_out_and_nothing_around_it():
+    x, (w,) = make((20, 48), torch.float32, 0), make_weights((33,), 48, torch.float32, 1)
+    residual = make((20, 33), torch.float32, 2)
+    around = torch.full((22, 33), 7.0)
+    y = matmul(x, w, residual=residual, out=around[1:-1])
+    expected = matmul(x, w, residual=residual)
+    assert y.data_ptr() == around[1].data_ptr()
+    assert torch.equal(y, expected)
+    assert bool((around[[0, -1]] == 7.0).all())
+    assert torch.equal(matmul(x, w, residual=residual, out=residual), expected)
+    with pytest.raises(ValueError, match="out shares memory"):
+        matmul(x, torch.eye(48), out=x)

@@ -208,7 +208,6 @@ UNBUILT = {
     "tensor_parallel.tp_grain_size": Unbuilt("64", lambda size: size != 64),
     "tensor_parallel.mpu": Unbuilt("None", _given),
     "tensor_parallel.tp_group": Unbuilt("None", _given),
-    "enable_cuda_graph": Unbuilt("False", bool),
     "triton_autotune": Unbuilt("False", bool),
     "zero.stage": Unbuilt("0", bool),
     "zero.offload_param": Unbuilt("None", _given),

@@ -20,7 +20,7 @@ from trinfer.kernels.elements import (
     pick_segment,
 )
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise, normalise_ref, row_statistics
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2, output
 
 
 class _Key(NamedTuple):
@@ -147,6 +147,7 @@ def matmul(
     gated: bool = False,
     residual: Tensor | None = None,
     norm: Norm | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y = act(norm(x) · weightᵀ + bias) + residual.
 
@@ -160,12 +161,14 @@ def matmul(
         norm: a `Norm` of the rows of x, done in the same launch by each tile. On a CPU 1.0 to 1.3 times as
             fast as two launches for up to 64 rows or 200 outputs; beyond, where it is 0.86 to 1.1, normalise
             first.
+        out: contiguous memory for y; may be the residual itself and overlaps no other argument.
 
     Returns:
-        [..., sum of N_i] in x.dtype.
+        [..., sum of N_i] in x.dtype; `out` if given.
 
     Raises:
-        ValueError: shapes, dtypes or strides that do not fit together, unknown act, a norm that does not fit.
+        ValueError: shapes, dtypes or strides that do not fit together, unknown act, a norm or an out that
+        does not fit.
 
     Numerics:
         Products of float32 are not shortened to tf32; sums and the whole epilogue are float32, rounded once.
@@ -174,11 +177,11 @@ def matmul(
     check_act(act)
     weights, biases = as_segments(x, weight, bias, gated, residual)
     norm_tensors, norm_constants = norm_options(x, norm)
-    if not backend.runs_triton(x):
-        return linear_ref(normalise_ref(x, norm), weights, biases, act, gated, residual)
     sizes = [w.shape[0] for w in weights]
     outputs = sizes[:1] if gated else sizes
-    y = x.new_empty((*x.shape[:-1], sum(outputs)))
+    y = output(out, x, sum(outputs), (x, *weights, *biases, *norm_tensors[:2]), residual)
+    if not backend.runs_triton(x):
+        return y.copy_(linear_ref(normalise_ref(x, norm), weights, biases, act, gated, residual))
     if y.numel() == 0:
         return y
     rows = as_rows(x)
@@ -203,9 +206,11 @@ def matmul_ref(
     gated: bool = False,
     residual: Tensor | None = None,
     norm: Norm | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The truth of `matmul`."""
-    return linear_ref(normalise_ref(x, norm), weight, bias, act, gated, residual)
+    y = linear_ref(normalise_ref(x, norm), weight, bias, act, gated, residual)
+    return y if out is None else out.copy_(y)
 
 
 def _default(key: _Key) -> Config:

@@ -9,6 +9,7 @@ from trinfer.compat import cache_argument
 from trinfer.kernels.attention import attention
 from trinfer.kernels.decode_attention import decode_attention
 from trinfer.kernels.rotary import rotary
+from trinfer.layers import records
 from trinfer.layers.linear import product, segments
 
 
@@ -68,7 +69,7 @@ def attention_function(
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
         window=sliding_window,
-        with_weights=_asks_for_weights(module, kwargs),
+        with_weights=asks_for_weights(module, kwargs),
     )
 
 
@@ -113,26 +114,44 @@ def _layer(
     qkv = product(hidden_states, weights, biases)
     widths = [weight.shape[0] for weight in weights]
     q, k, v = (part.unflatten(-1, (-1, names.head_dim)).transpose(1, 2) for part in qkv.split(widths, -1))
-    if position_embeddings is not None:
+    cache, with_weights = cache_argument(kwargs), asks_for_weights(self, kwargs)
+    out, probabilities = attend_heads(
+        self, names, q, k, v, position_embeddings, attention_mask, cache, with_weights
+    )
+    return (product(out, *segments(self, (names.out,))) if names.out else out), probabilities
+
+
+def attend_heads(
+    owner: Any,
+    names: records.Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+    cache: Any,
+    with_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotation, cache and attention of the attention module `owner`; [B, M, H · D], and the probabilities."""
+    if position_embeddings is not None and names.rotary != "none":
         q, k = rotary(q, k, *position_embeddings, interleaved=names.rotary == "interleaved")
-    cache = cache_argument(kwargs)
     if cache is not None:
-        k, v = cache.update(k, v, self.layer_idx)
+        k, v = cache.update(k, v, owner.layer_idx)
     out, probabilities = attend(
         q,
         k,
         v,
-        attention_mask,
+        mask,
         sm_scale=names.sm_scale,
         is_causal=names.is_causal,
         window=names.window,
-        with_weights=_asks_for_weights(self, kwargs),
+        with_weights=with_weights,
     )
-    out = out.flatten(2)
-    return (product(out, *segments(self, (names.out,))) if names.out else out), probabilities
+    return out.flatten(2), probabilities
 
 
-def _asks_for_weights(module: Any, kwargs: dict[str, Any]) -> bool:
+def asks_for_weights(module: Any, kwargs: dict[str, Any]) -> bool:
+    """True if this call of an attention module must return its probabilities."""
     return bool(kwargs.get("output_attentions", getattr(module.config, "output_attentions", False)))
 
 

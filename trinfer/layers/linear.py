@@ -7,9 +7,13 @@ from torch import Tensor, nn
 
 from trinfer.kernels.gemv import gemv
 from trinfer.kernels.matmul import matmul
+from trinfer.kernels.norm_elements import Norm
+from trinfer.layers.norm import normalise
 
 # up to here reading the weights is what a product costs, and the gemv kernel reads them once for all rows
 GEMV_ROWS = 16
+# up to here a product that normalises its rows itself is as fast as two launches
+NORM_ROWS = 64
 
 Segments = tuple[Tensor, ...]
 Biases = tuple[Tensor | None, ...] | None
@@ -23,11 +27,15 @@ def product(
     act: str = "none",
     gated: bool = False,
     residual: Tensor | None = None,
+    norm: Norm | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """act(x · weightsᵀ + biases) + residual over up to three weight segments; x is [..., K]."""
+    """act(norm(x) · weightsᵀ + biases) + residual over up to three weight segments; x is [..., K]."""
     rows = x.shape[:-1].numel()
     launch = gemv if rows <= GEMV_ROWS else matmul
-    return launch(x, weights, biases, act=act, gated=gated, residual=residual)
+    if norm is not None and rows > NORM_ROWS:
+        x, norm = normalise(x, norm), None
+    return launch(x, weights, biases, act=act, gated=gated, residual=residual, norm=norm, out=out)
 
 
 def segments(owner: nn.Module, names: tuple[str, ...], transposed: bool = False) -> tuple[Segments, Biases]:

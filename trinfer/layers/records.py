@@ -78,4 +78,46 @@ class Attention:
     rotary: str
 
 
-Record = Linear | Norm | Activation | Embedding | Mlp | DenseAct | DenseAddNorm | Attention
+@dataclass(frozen=True)
+class Place:
+    """A norm and where it is: a path from the module that remembers it."""
+
+    path: str
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Block:
+    """A whole layer; every name in it is a path from the layer.
+
+    owner: the attention module, which knows its place among the layers.
+    residual: "pre" x + f(norm(x)), "post" norm(x + f(x)), "parallel" x + attention(norm(x)) + MLP(norm(x)).
+    """
+
+    owner: str
+    attention: Attention
+    mlp: Mlp
+    attention_norm: Place
+    mlp_norm: Place
+    residual: str
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model that decodes by launches alone: its layers and what is around them; paths from the model.
+
+    Logits are multiplied by `logit_scale`, then become logit_cap · tanh(logits / logit_cap).
+    """
+
+    embedding: str
+    layers: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    rotary: str
+    final_norm: Place
+    head: str
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+
+Record = Linear | Norm | Activation | Embedding | Mlp | DenseAct | DenseAddNorm | Attention | Block

@@ -8,12 +8,13 @@ from typing import Any
 from torch import nn
 
 from trinfer import compat
-from trinfer.layers import activation, attention, embedding, linear, mask, mlp, norm
+from trinfer.layers import activation, attention, block, embedding, linear, mask, mlp, norm
 from trinfer.rewrite.plan import Plan
 
 # the name of a step's forward -> the function that is bound; adding a kind of layer is one line here
 FORWARDS: dict[str, Callable[..., Any]] = {
     "activation": activation.activation_forward,
+    "block": block.block_forward,
     "decoder_attention": attention.decoder_attention_forward,
     "dense_act": mlp.dense_act_forward,
     "dense_add_norm": mlp.dense_add_norm_forward,

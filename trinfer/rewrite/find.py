@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 
 from torch import nn
+from transformers import GenerationMixin
 
 from trinfer.architectures import ARCHITECTURES, Arch
 from trinfer.backend import Backend
 from trinfer.compat import ATTENTION_NAME, attention_implementation, dtype_name
 from trinfer.config import InferenceConfig
-from trinfer.rewrite import match
+from trinfer.layers import records
+from trinfer.rewrite import match, whole
 from trinfer.rewrite.plan import Kept, Plan, Step
 
 
@@ -31,15 +33,18 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
     if attention is not None:
         why = "attention and mask function are registered under this name"
         steps.append(Step("", f"{attention} attention", f"{ATTENTION_NAME} attention", why))
+    decoder = _decoder(model, arch, swaps)
+    step = f"model.forward; {decoder}; what is listed as kept runs in torch between the kernels"
     return Plan(
         "kernel injection",
         type(model).__name__,
         arch.model_type if arch else "",
         (*steps, *swaps),
         tuple(kept),
-        "model.forward, with the kernels below in it; what is listed as kept runs in torch between them",
+        step if isinstance(decoder, str) else _launches(decoder),
         attention=attention,
         training=training,
+        decoder=None if isinstance(decoder, str) else decoder,
     )
 
 
@@ -58,6 +63,14 @@ def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Ke
         swaps[path] = Step(path, type(module).__name__, found.text, why, found.forward, found.record)
         if reader.bypasses:
             covered.update(f"{path}.{name}" for name, _ in module.named_modules() if name)
+    for path, module in _layers(model, arch):
+        assert arch is not None
+        found = whole.layer(module, arch)
+        why = f"row {arch.model_type}: whole layer"
+        if isinstance(found, str):
+            kept[path] = Kept(path, type(module).__name__, f"{found}: {_around_the_parts(module, arch)}")
+        else:
+            swaps[path] = Step(path, type(module).__name__, found.text, why, found.forward, found.record)
     for path, was, why in _left_to_the_model(model, arch):
         kept.setdefault(path, Kept(path, was, why))
     for path, module in model.named_modules():
@@ -87,6 +100,30 @@ def _named_by_row(model: nn.Module, arch: Arch | None) -> Iterator[tuple[str, nn
     final = _join(root, arch.final_norm)
     if arch.final_norm and arch.norms and (module := _find(model, final)) is not None:
         yield final, module, match.norm_reader(arch), f"{why}: final norm"
+
+
+def _layers(model: nn.Module, arch: Arch | None) -> Iterator[tuple[str, nn.Module]]:
+    if arch is not None:
+        for path in _children(model, _join(_backbone(model, arch), arch.layers)):
+            yield path, model.get_submodule(path)
+
+
+def _decoder(model: nn.Module, arch: Arch | None, swaps: list[Step]) -> records.Decoder | str:
+    """What a decode step of launches must know, or why there is none."""
+    blocks = {step.path: step.record for step in swaps if isinstance(step.record, records.Block)}
+    if arch is None or not blocks:
+        return "no row for it" if arch is None else "its layers run part by part"
+    if not isinstance(model, GenerationMixin):
+        return "it does not generate"
+    return whole.decoder(model, arch, _backbone(model, arch), blocks)
+
+
+def _launches(decoder: records.Decoder) -> str:
+    each = {5 + 2 * (block.residual == "post") for block in decoder.blocks}
+    return (
+        f"kernels: advance, embedding, {len(decoder.blocks)} layers of {max(each)} launches, head; "
+        "model.forward for beams and for calls with hooks, embeddings or positions of their own"
+    )
 
 
 def _plain(path: str, module: nn.Module, role: str) -> Step | Kept | None:
@@ -130,10 +167,7 @@ def _left_to_the_model(model: nn.Module, arch: Arch | None) -> Iterator[tuple[st
         whys[_join(root, arch.rotary_table)] = "cos and sin are made once per forward, in torch"
     if arch.positions:
         whys[tables] = "adds its tables in torch"
-    layers = list(_children(model, _join(root, arch.layers)))
-    for layer in layers:
-        whys[layer] = _around_the_parts(model.get_submodule(layer), arch)
-    if not layers:
+    if not any(True for _ in _layers(model, arch)):
         whys[""] = f"row {arch.model_type} looks for layers at {_join(root, arch.layers)!r}: {apart}"
     for path, why in whys.items():
         module = _find(model, path)

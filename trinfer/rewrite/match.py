@@ -137,6 +137,15 @@ def bypassed(module: nn.Module, bypasses: bool) -> str:
     return ""
 
 
+def has(module: nn.Module, path: str) -> bool:
+    """True if there is something at this path."""
+    try:
+        attrgetter(path)(module)
+    except AttributeError:
+        return False
+    return True
+
+
 def computes(module: nn.Module) -> bool:
     """False for leaves that hand their input on while a model is in eval mode."""
     return not isinstance(module, nn.Dropout | nn.Identity | nn.ModuleList | nn.ModuleDict)
@@ -231,7 +240,7 @@ def _dense_add_norm(module: Any, arch: Arch, dense: str, norm_name: str) -> Foun
     return _weights(norm) or Found("gemv | matmul with residual, layer_norm", "dense_add_norm", record)
 
 
-def _value(module: nn.Module, given: Any) -> Any:
+def stated(module: nn.Module, given: Any) -> Any:
     """What a row says of a module: the attribute that it names, or the value that it gives."""
     return attrgetter(given)(module) if isinstance(given, str) else given
 
@@ -258,8 +267,8 @@ def _attention(module: Any, arch: Arch) -> Found | str:
         value,
         out,
         head_dim,
-        _value(module, arch.sm_scale) if arch.sm_scale else head_dim**-0.5,
-        _value(module, arch.is_causal),
+        stated(module, arch.sm_scale) if arch.sm_scale else head_dim**-0.5,
+        stated(module, arch.is_causal),
         attrgetter(arch.window)(module) if arch.window else None,
         arch.rotary,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trinfer.layers.records import Record
+from trinfer.layers.records import Decoder, Record
 
 Mode = Literal["pass-through", "kernel injection"]
 Row = tuple[str, ...]
@@ -40,7 +40,8 @@ class Kept:
 class Plan:
     """Everything that `init_inference` will do to a model; made without touching it, printed as a table.
 
-    `step` says what runs one decode step. `attention` is the attention implementation that undoing comes back
+    `step` says what runs one decode step: the launches that `decoder` describes, or `model.forward` and why.
+    `attention` is the attention implementation that undoing comes back
     to, None if the plan does not change it; `training` are the modules found in training mode.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     step: str
     attention: str | None = None
     training: tuple[str, ...] = ()
+    decoder: Decoder | None = None
 
     @property
     def swapped(self) -> tuple[Step, ...]:

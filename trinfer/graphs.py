@@ -1,0 +1,121 @@
+"""Launches recorded once per shape and replayed: a CUDA or HIP graph on a GPU, a launch list on a CPU."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trinfer import backend
+from trinfer.cpu.record import record
+
+logger = logging.getLogger(__name__)
+
+# what may run while launches are recorded: allocations and views, which leave nothing to replay
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+class Recorded(Protocol):
+    """Launches that run again, all in order."""
+
+    def replay(self) -> None:
+        """Run them; they read and write the memory they were recorded with."""
+
+
+class NotRecordable(RuntimeError):
+    """Something between the launches would be missing from every replay."""
+
+
+class DispatchGuard(TorchDispatchMode):
+    """Refuses every torch operation that a recording would silently drop."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if not (name in ALLOCATIONS or func.is_view):
+            raise NotRecordable(
+                f"torch operation {func} ran while launches were recorded and would be missing from every "
+                "replay; allowed: kernels of trinfer, allocations and views"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class Graphs:
+    """Recordings of one engine by key, the least recently used of which is dropped when there are too many.
+
+    All recordings of a GPU share one pool of memory. A key must hold everything that changes a launch and is
+    not read from device memory: shapes, dtypes, strides, host scalars.
+    """
+
+    def __init__(self, most: int = 16) -> None:
+        self.most = most
+        self._recorded: OrderedDict[Hashable, Recorded | None] = OrderedDict()
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def __deepcopy__(self, memo: Any) -> "Graphs":
+        return Graphs(self.most)
+
+    def __reduce__(self) -> Any:
+        return Graphs, (self.most,)
+
+    def clear(self) -> None:
+        """Forget everything: the memory that the recordings point to is no longer theirs."""
+        self._recorded.clear()
+
+    def run(self, key: Hashable, launch: Callable[[], None], state: Sequence[Tensor] = ()) -> None:
+        """Replay what was recorded under `key`, or record `launch` and then replay it.
+
+        Where recording fails, `launch` runs as it is, now and for this key from now on, with one warning.
+
+        Args:
+            key: see above.
+            launch: only launches of kernels, allocations and views.
+            state: tensors that `launch` changes in a way that repeating it would change again; kept through
+                the warm-up before a capture.
+        """
+        if key in self._recorded:
+            self._recorded.move_to_end(key)
+        else:
+            self._recorded[key] = self._record(launch, state)
+            while len(self._recorded) > self.most:
+                self._recorded.popitem(last=False)
+        recorded = self._recorded[key]
+        if recorded is None:
+            launch()
+        else:
+            recorded.replay()
+
+    def _record(self, launch: Callable[[], None], state: Sequence[Tensor]) -> Recorded | None:
+        try:
+            return self._capture(launch, state) if backend.kind() == "gpu" else _list_launches(launch)
+        except RuntimeError as failure:
+            logger.warning("launches could not be recorded and run one by one: %s", failure)
+            return None
+
+    def _capture(self, launch: Callable[[], None], state: Sequence[Tensor]) -> Recorded:
+        """A CUDA or HIP graph of `launch`, after a run that compiles its kernels."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        kept = [tensor.clone() for tensor in state]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            launch()
+        torch.cuda.current_stream().wait_stream(stream)
+        for tensor, before in zip(state, kept, strict=True):
+            tensor.copy_(before)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool), DispatchGuard():
+            launch()
+        return graph
+
+
+def _list_launches(launch: Callable[[], None]) -> Recorded:
+    """The launches of `launch` as a list for the CPU, compiled as they are met; nothing runs yet."""
+    with record() as recording, DispatchGuard():
+        launch()
+    return recording

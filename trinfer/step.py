@@ -1,0 +1,344 @@
+"""Prefill and decode step of a whole model as launches: embedding, blocks, final norm, head, token choice."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trinfer.cache import Buffers, KVCache, Store
+from trinfer.graphs import Graphs
+from trinfer.kernels.advance import advance
+from trinfer.kernels.attention import attention
+from trinfer.kernels.decode_attention import decode_attention
+from trinfer.kernels.embedding import embedding
+from trinfer.kernels.heads import Prologue
+from trinfer.kernels.lm_head import MAX_ROWS, lm_head
+from trinfer.kernels.norm_elements import Norm
+from trinfer.kernels.qkv_post import qkv_post
+from trinfer.kernels.splits import split_scratch
+from trinfer.layers import records
+from trinfer.layers.block import Parameters, block, norm_at, parameters, split_heads
+from trinfer.layers.embedding import check_ids
+
+# rotary embeddings whose frequencies depend on how long the sequence is
+LENGTH_DEPENDENT = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Every buffer of a step with a fixed address, for a bucket of rows R and sequences of up to S tokens.
+
+    token: [R] int64, the choice of the last step; a caller may overwrite it between steps.
+    finished: [R] uint8, rows that have met an end token. kv_range: [R, 2] int32, first and one past the last
+    key. sequences: [R, S] int64, prompts and choices; column: [R] int64, where the next one goes.
+    eos: [E] int64, end tokens, padded with -1. logits: [R, V]. hidden: [R, K]. partials, tickets, argmax:
+    where the programs of a launch meet. cos, sin: [S, R'], a row a position, or None.
+    """
+
+    token: Tensor
+    finished: Tensor
+    kv_range: Tensor
+    sequences: Tensor
+    column: Tensor
+    eos: Tensor
+    hidden: Tensor
+    logits: Tensor
+    partials: Tensor | None
+    tickets: Tensor | None
+    argmax: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+class Decoder:
+    """Generation of one model by launches alone; its buffers and recordings last from call to call.
+
+    A call is `begin`, `prefill`, any number of `step`, `finish`. A copied or unpickled decoder starts anew.
+
+    Args:
+        names: what the plan found around the layers.
+        is_recorded: record a step once per batch size and replay it (`enable_cuda_graph`).
+    """
+
+    # end tokens that a step can look for
+    max_eos = 16
+
+    def __init__(self, names: records.Decoder, is_recorded: bool, store: Store | None = None) -> None:
+        self.names, self.is_recorded = names, is_recorded
+        self.store, self.graphs = store or Store(), Graphs()
+        # a context manager around every prefill and step, such as one that takes the time
+        self.clock: Callable[[], Any] | None = None
+        self._addresses: tuple[Any, ...] = ()
+        self._shape: tuple[Any, ...] = ()
+
+    def __deepcopy__(self, memo: Any) -> "Decoder":
+        return Decoder(self.names, self.is_recorded, copy.deepcopy(self.store, memo))
+
+    def __reduce__(self) -> Any:
+        return Decoder, (self.names, self.is_recorded, self.store)
+
+    def is_length_dependent(self, model: nn.Module) -> bool:
+        """True if the same position turns differently in a longer sequence."""
+        rotary = model.get_submodule(self.names.rotary) if self.names.rotary else None
+        return getattr(rotary, "rope_type", "") in LENGTH_DEPENDENT
+
+    def begin(self, model: nn.Module, cache: KVCache, rows: int) -> None:
+        """Make everything ready for `rows` sequences in `cache`; recordings stay if no address changed."""
+        addresses = tuple([(p.data_ptr(), p.dtype) for p in model.parameters()])
+        if addresses != self._addresses:
+            self._bind(model)
+            self._addresses = addresses
+        self.store.adopt(cache, rows)
+        self._take_buffers(cache, rows)
+        shape = (self.store.generation, self.store.rows, self.store.limit)
+        if shape != self._shape:
+            self.graphs.clear()
+            self.workspace = self._allocate(self.store.rows, self.store.limit)
+            self._shape = shape
+        # whoever called holds it; a decoder that did would keep the buffers from the next call
+        self.cache: Any = weakref.proxy(cache)
+        self.rows = rows
+
+    def prefill(
+        self, ids: Tensor, sequences: Tensor, start: Tensor | None, eos: Tensor | None, length: int
+    ) -> Tensor:
+        """Read the tokens that the cache does not hold yet, and choose the next one.
+
+        Args:
+            ids: [B, M], these tokens.
+            sequences: [B, P], all tokens so far.
+            start: [B] int32, the first key of each row that is not padding; None where nothing is padded.
+            eos: [E] int64, the tokens that end a sequence; None for none.
+            length: tokens that a row may reach in this call.
+
+        Returns:
+            [B, V], the logits of the last token of each row; overwritten by the next step.
+        """
+        check_ids(ids, self.table.shape[0])
+        w, rows, end = self.workspace, self.rows, self.cache.get_seq_length() + ids.shape[1]
+        self._fill_tables(end, length)
+        self._start(sequences, start, eos, end)
+        if start is not None and ids.shape[1] == end:
+            last = self._packed(ids, start)
+        else:
+            last = self._dense(ids, end, w.kv_range[:rows] if start is not None else None)
+        self._head(last, rows, True)
+        self._length = end
+        return w.logits[:rows]
+
+    def step(self, pad: int, has_logits: bool) -> Tensor | None:
+        """Append the chosen tokens, run the model on them and choose the next; [B, V] logits if wanted.
+
+        They, and the choice in `workspace.token`, are overwritten by the next step.
+        """
+        launch = partial(self._launch, self.rows, pad, has_logits)
+        if self.is_recorded:
+            w = self.workspace
+            state = (w.token, w.finished, w.kv_range, w.column, w.sequences)
+            self.graphs.run((self.rows, pad, has_logits), launch, state)
+        else:
+            launch()
+        self._length += 1
+        return self.workspace.logits[: self.rows] if has_logits else None
+
+    def finish(self, surplus: int = 0) -> None:
+        """Let the cache show what it holds now, without the last `surplus` tokens."""
+        for layer in self.cache.kv_layers:
+            layer.show(self._length - surplus)
+
+    def choose(self, tokens: Tensor) -> None:
+        """Let the next step append these tokens [B] instead of the most likely ones."""
+        self.workspace.token[: self.rows].copy_(tokens)
+
+    def append(self, pad: int) -> Tensor:
+        """Append the chosen tokens without running the model; all sequences, [B, S]."""
+        self._advance(self.rows, pad)
+        return self.workspace.sequences[: self.rows]
+
+    def _launch(self, rows: int, pad: int, has_logits: bool) -> None:
+        """The launches of one step."""
+        w = self.workspace
+        self._advance(rows, pad)
+        x = self._embed(w.token[:rows], w.hidden[:rows])
+        for p, buffers in zip(self.layers, self.buffers, strict=True):
+            x = block(p, x, partial(self._attend_step, p, buffers, rows), out=x)
+        self._head(x, rows, has_logits)
+
+    def _advance(self, rows: int, pad: int) -> None:
+        w = self.workspace
+        advance(
+            w.token[:rows],
+            w.finished[:rows],
+            w.kv_range[:rows],
+            w.sequences[:rows],
+            w.column[:rows],
+            w.eos,
+            pad=pad,
+        )
+
+    def _embed(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        return embedding(ids, self.table, scale=self.names.embedding_scale, out=out)
+
+    def _head(self, x: Tensor, rows: int, has_logits: bool) -> None:
+        """Logits and most likely tokens of `rows` rows of hidden states."""
+        w, names = self.workspace, self.names
+        for first in range(0, rows, MAX_ROWS):
+            part = slice(first, min(rows, first + MAX_ROWS))
+            logits, _ = lm_head(
+                x[part],
+                self.head.weight,
+                self.head.bias,
+                norm=self.final_norm,
+                scale=names.logit_scale,
+                softcap=names.logit_cap,
+                has_logits=has_logits,
+                scratch=w.argmax[2 * part.start : 2 * part.stop],
+                out=w.token[part],
+            )
+            if logits is not None:
+                w.logits[part].copy_(logits)
+
+    def _attend_step(self, p: Parameters, buffers: Buffers, rows: int, qkv: Tensor) -> Tensor:
+        w, heads = self.workspace, p.record.attention
+        q, k, v = split_heads(qkv[:, None], heads, p.qkv[0])
+        o = decode_attention(
+            q,
+            buffers.keys[:rows],
+            buffers.values[:rows],
+            sm_scale=heads.sm_scale,
+            window=heads.window,
+            kv_range=w.kv_range[:rows],
+            new=(k, v),
+            prologue=self._prologue(heads),
+            scratch=(w.partials, w.tickets),
+        )
+        return o.view(rows, -1)
+
+    def _dense(self, ids: Tensor, end: int, kv_range: Tensor | None) -> Tensor:
+        """Hidden states of the last token of each row [B, K]; every row computes all its tokens."""
+        B, M = ids.shape
+        positions = torch.arange(end - M, end, dtype=torch.int32, device=ids.device).expand(B, M)
+
+        def attend(p: Parameters, buffers: Buffers, qkv: Tensor) -> Tensor:
+            heads = p.record.attention
+            q, k, v = split_heads(qkv.view(B, M, -1), heads, p.qkv[0])
+            keys, values = buffers.keys[:B, :, :end], buffers.values[:B, :, :end]
+            q = qkv_post(q, k, v, keys, values, positions, self._prologue(heads), kv_range=kv_range)
+            options = self._options(heads) | {"kv_range": kv_range}
+            return attention(q, keys, values, **options).view(B * M, -1)
+
+        return self._blocks(self._embed(ids.flatten()), attend).view(B, M, -1)[:, -1]
+
+    def _packed(self, ids: Tensor, start: Tensor) -> Tensor:
+        """As `_dense` from an empty cache, with the tokens that are not padding side by side in one row."""
+        B, M = ids.shape
+        counts = M - start
+        ends = counts.cumsum(0, dtype=torch.int32)
+        q_range = torch.stack((ends - counts, ends), 1)
+        sequence, column = (torch.arange(M, device=ids.device) >= start[:, None]).nonzero(as_tuple=True)
+        rows, positions = sequence.to(torch.int32), column.to(torch.int32)[None]
+        kv_range, most = self.workspace.kv_range[:B], int(counts.max())
+
+        def attend(p: Parameters, buffers: Buffers, qkv: Tensor) -> Tensor:
+            heads = p.record.attention
+            q, k, v = split_heads(qkv[None], heads, p.qkv[0])
+            keys, values = buffers.keys[:B, :, :M], buffers.values[:B, :, :M]
+            prologue = self._prologue(heads)
+            q = qkv_post(q, k, v, keys, values, positions, prologue, kv_range=kv_range, rows=rows)
+            options = self._options(heads) | {"kv_range": kv_range, "q_range": q_range, "max_queries": most}
+            return attention(q, keys, values, **options).view(len(rows), -1)
+
+        return self._blocks(self._embed(ids[sequence, column]), attend)[ends.long() - 1]
+
+    def _blocks(self, x: Tensor, attend: Callable[[Parameters, Buffers, Tensor], Tensor]) -> Tensor:
+        for p, buffers in zip(self.layers, self.buffers, strict=True):
+            x = block(p, x, partial(attend, p, buffers), out=x)
+        return x
+
+    def _options(self, heads: records.Attention) -> dict[str, Any]:
+        return {"sm_scale": heads.sm_scale, "window": heads.window, "is_causal": True}
+
+    def _prologue(self, heads: records.Attention) -> Prologue:
+        w = self.workspace
+        return Prologue(cos=w.cos, sin=w.sin, interleaved=heads.rotary == "interleaved")
+
+    def _bind(self, model: nn.Module) -> None:
+        """Look up every tensor of the model that a step reads."""
+        names = self.names
+        self.graphs.clear()
+        layers = [model.get_submodule(path) for path in names.layers]
+        pairs = zip(layers, names.blocks, strict=True)
+        self.layers = [parameters(layer, record) for layer, record in pairs]
+        self.table = attrgetter(names.embedding)(model).weight
+        self.head: Any = model.get_submodule(names.head)
+        self.final_norm: Norm = norm_at(model, names.final_norm)
+        # a copy: transformers' own keeps the longest length it has seen
+        self.rotary: Any = copy.deepcopy(model.get_submodule(names.rotary)) if names.rotary else None
+        self._shape = ()
+
+    def _take_buffers(self, cache: KVCache, rows: int) -> None:
+        """Keys and values of every layer, from the store."""
+        for index, p in enumerate(self.layers):
+            layer, heads = cache.layer(index), p.record.attention
+            if layer.buffers is None or (layer.length == 0 and layer.rows != rows):
+                like = self.table.new_empty((rows, p.qkv[0][1].shape[0] // heads.head_dim, 0, heads.head_dim))
+                layer.lazy_initialization(like, like)
+            if layer.rows != rows:
+                raise ValueError(f"{rows} rows do not fit a cache of {layer.rows}; use another cache")
+        self.buffers: list[Any] = [layer.buffers for layer in cache.kv_layers]
+
+    def _allocate(self, rows: int, length: int) -> Workspace:
+        empty, device = partial(torch.empty, device=self.table.device), self.table.device
+        dims = [p.record.attention.head_dim for p in self.layers]
+        counts = [p.qkv[0][0].shape[0] // dim for p, dim in zip(self.layers, dims, strict=True)]
+        partials, tickets = split_scratch(rows, max(counts), max(dims), device=device)
+        cos, sin = self._rotary_rows(torch.arange(length, device=device)) if self.rotary else (None, None)
+        return Workspace(
+            token=torch.zeros(rows, dtype=torch.int64, device=device),
+            finished=torch.zeros(rows, dtype=torch.uint8, device=device),
+            kv_range=torch.zeros(rows, 2, dtype=torch.int32, device=device),
+            sequences=empty(rows, length + 1, dtype=torch.int64),
+            column=torch.zeros(rows, dtype=torch.int64, device=device),
+            eos=empty(self.max_eos, dtype=torch.int64),
+            hidden=empty(rows, self.table.shape[1], dtype=self.table.dtype),
+            logits=empty(rows, self.head.weight.shape[0], dtype=self.table.dtype),
+            partials=partials,
+            tickets=tickets,
+            argmax=torch.zeros(2 * rows, dtype=torch.int64, device=device),
+            cos=cos,
+            sin=sin,
+        )
+
+    def _start(self, sequences: Tensor, start: Tensor | None, eos: Tensor | None, end: int) -> None:
+        """Set everything that the steps of a call count on."""
+        w, rows = self.workspace, self.rows
+        w.finished.zero_()
+        w.kv_range[:rows, 0] = 0 if start is None else start
+        w.kv_range[:rows, 1] = end
+        w.column.fill_(sequences.shape[1])
+        w.sequences[:rows, : sequences.shape[1]] = sequences
+        w.eos.fill_(-1)
+        if eos is not None:
+            w.eos[: len(eos)] = eos
+
+    def _fill_tables(self, prompt: int, length: int) -> None:
+        """Rotary rows that depend on the length reached when they are used: for a prompt, for each token."""
+        w = self.workspace
+        if w.cos is None or w.sin is None or self.rotary.rope_type not in LENGTH_DEPENDENT:
+            return
+        device = w.cos.device
+        # a short sequence makes the module forget the longest that it has seen
+        self._rotary_rows(torch.zeros(1, dtype=torch.int64, device=device))
+        for positions in (torch.arange(prompt, device=device), *torch.arange(prompt, length, device=device)):
+            rows = positions.reshape(-1)
+            w.cos[rows], w.sin[rows] = self._rotary_rows(rows)
+
+    def _rotary_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rotary(self.table[:1], position_ids=positions[None])
+        return cos[0].contiguous(), sin[0].contiguous()
