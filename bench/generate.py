@@ -4,8 +4,8 @@
     python -m bench.generate --dtype bf16 --batch 8
     python -m bench.generate --dtype bf16 --competitors 1      # beside a process that keeps one core busy
 
-trinfer records its steps (`enable_cuda_graph=True`). Between the runs a probe reads memory with all threads: a
-step can take no less than its weights and its keys and values at that rate.
+trinfer records its steps (`enable_cuda_graph=True`). Between the runs a probe reads memory with all threads:
+a step can take no less than its weights and its keys and values at that rate.
 
 Writes bench/results/<device>.json and a picture beside it. No ratio is printed unless trinfer's kernels were
 launched and both sides say the same: float32 the same tokens; 16 bits, where rounding may choose the other of
@@ -72,17 +72,6 @@ def measure(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tenso
     return tokens[:, ids.shape[1] :].cpu(), (first - start) * 1e3, rate
 
 
-def read_gbps() -> float:
-    """Gigabytes a second that all threads together read from memory, the best of three."""
-    x = torch.ones(1 << 28, dtype=torch.int8, device=backend.default_device()).view(torch.float32)
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        x.sum().item()
-        times.append(time.perf_counter() - start)
-    return x.numel() * x.element_size() / min(times) / 1e9
-
-
 def step_bytes(model: Any, batch: int, tokens: int) -> int:
     """What one step must read: every weight but an untied embedding, keys and values of `tokens` tokens."""
     layers, num_kv_heads, head_dim = kv_shape(model.config)  # type: ignore[misc]
@@ -141,7 +130,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 _, prefill_ms, rate = measure(model, ids, args.new_tokens)
                 runs[name].append((prefill_ms, rate))
                 print(f"run {repeat + 1}  {name:12}  prefill {prefill_ms:7.1f} ms  {rate:7.2f} tokens/s")
-            probes.append(read_gbps())
+            probes.append(backend.read_gbps(engine.device))
     tokens = args.prompt_tokens + args.new_tokens // 2
     return row(args, runs, probes, step_bytes(engine, args.batch, tokens)) | agreement
 
@@ -248,7 +237,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         bars = axes.bar([x + offset for x in range(len(rows))], rates, 0.4, label=name, color=colour)
         axes.bar_label(bars, fmt="%.1f")
     axes.set_xticks(
-        range(len(rows)), [f"{r['model']} {r['dtype']}\n{situation(r)}x {r['tokens_per_s_ratio']}" for r in rows]
+        range(len(rows)),
+        [f"{r['model']} {r['dtype']}\n{situation(r)}x {r['tokens_per_s_ratio']}" for r in rows],
     )
     axes.set_ylabel("decoding, tokens per second")
     axes.set_title(rows[0]["machine"]["device"], fontsize="small")

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import re
+import time
 import warnings
 from dataclasses import dataclass
 from typing import Literal
@@ -87,6 +88,17 @@ def free_bytes(device: torch.device) -> int:
     with open("/proc/meminfo") as meminfo:
         available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read())
     return int(available[1]) * 1024 if available else 1 << 62
+
+
+def read_gbps(device: torch.device) -> float:
+    """Gigabytes a second that all of `device` together reads from its memory, the best of three."""
+    x = torch.ones(1 << 28, dtype=torch.int8, device=device).view(torch.float32)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        x.sum().item()
+        times.append(time.perf_counter() - start)
+    return x.numel() * x.element_size() / min(times[1:]) / 1e9
 
 
 def multiprocessor_count(device: torch.device) -> int:

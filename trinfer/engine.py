@@ -110,12 +110,17 @@ class InferenceEngine(nn.Module):
             logger.warning("the model keeps %s, %s", dtype_name(self.inference_config.dtype), CONVERTED)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Time every forward of the model from now on; `use_cuda_events` acts on a GPU only."""
+        """Time every forward of the model from now on, and every prefill and step that runs as launches.
+
+        `use_cuda_events` acts on a GPU only.
+        """
         if self._timers:
             return
         self._clock = _gpu_mark if use_cuda_events and backend.kind() == "gpu" else time.perf_counter
         hooks = self.module.register_forward_pre_hook, self.module.register_forward_hook
         self._timers = hooks[0](self._start), hooks[1](self._stop)
+        if (decoder := getattr(self.module, "_trinfer_decoder", None)) is not None:
+            decoder.clock = self._timed
 
     def model_times(self) -> list[float]:
         """Milliseconds of every forward since the last call of this method.
@@ -127,6 +132,33 @@ class InferenceEngine(nn.Module):
             raise RuntimeError("model_times() has nothing to tell; call engine.profile_model_time() first")
         marks, self._times_ms = self._times_ms, []
         return [_milliseconds(*pair) for pair in marks]
+
+    def profile(self, rows: int = 1, tokens: int = 128) -> Any:
+        """Where the time of a decode step goes, kernel by kernel, against the rate at which memory is read.
+
+        Args:
+            rows: sequences of the step.
+            tokens: length of each.
+
+        Returns:
+            A `profiling.Profile`: `print` it, show it in a notebook, or `draw` it.
+
+        Raises:
+            ValueError: the model does not decode by launches, or the sizes are not positive or too large.
+        """
+        decoder, limit = getattr(self.module, "_trinfer_decoder", None), self.inference_config.max_out_tokens
+        if decoder is None:
+            raise ValueError(f"profile() times a step of launches, but here the step is {self.plan.step}")
+        if rows < 1 or not 1 <= tokens <= limit - 8:
+            raise ValueError(
+                f"rows={rows}, tokens={tokens}; allowed: rows from 1, tokens from 1 to {limit - 8}, for "
+                f"max_out_tokens={limit}; pass others"
+            )
+        # kernels need triton, which the mode without kernels does without
+        from trinfer.profiling import profile_step
+
+        with torch.no_grad():
+            return profile_step(self.module, decoder, rows, tokens)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or convert the model."""
@@ -169,6 +201,12 @@ class InferenceEngine(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.module,), self.__dict__
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._start()
+        yield
+        self._stop()
 
     def _start(self, *_: Any) -> None:
         self._started = self._clock()

@@ -137,7 +137,7 @@ class Decoder:
 
         They, and the choice in `workspace.token`, are overwritten by the next step.
         """
-        launch = partial(self._launch, self.rows, pad, has_logits)
+        launch = self.launch(pad, has_logits)
         if self.is_recorded:
             w = self.workspace
             state = (w.token, w.finished, w.kv_range, w.column, w.sequences)
@@ -160,6 +160,10 @@ class Decoder:
         """Append the chosen tokens without running the model; all sequences, [B, S]."""
         self._advance(self.rows, pad)
         return self.workspace.sequences[: self.rows]
+
+    def launch(self, pad: int, has_logits: bool) -> Callable[[], None]:
+        """The launches of one step of the present rows."""
+        return partial(self._launch, self.rows, pad, has_logits)
 
     def _launch(self, rows: int, pad: int, has_logits: bool) -> None:
         """The launches of one step."""

@@ -36,7 +36,7 @@ from trinfer.kernels.lm_head import lm_head, lm_head_ref
 from trinfer.kernels.matmul import OP as MATMUL
 from trinfer.kernels.matmul import matmul, matmul_ref
 from trinfer.kernels.norm_elements import Norm
-from trinfer.kernels.op import Op, count_launches
+from trinfer.kernels.op import Op, count_launches, list_launches
 from trinfer.kernels.qkv_post import OP as QKV_POST
 from trinfer.kernels.qkv_post import qkv_post, qkv_post_ref
 from trinfer.kernels.quant_elements import dequantize
@@ -119,6 +119,7 @@ __all__ = [
     "gumbel_ref",
     "layer_norm",
     "layer_norm_ref",
+    "list_launches",
     "lm_head",
     "lm_head_ref",
     "matmul",

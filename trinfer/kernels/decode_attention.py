@@ -287,7 +287,7 @@ def decode_attention(
     partials, tickets = as_scratch(scratch, B, H, DV, config["SPLITS"], q)
     tensors = (q, k, v, bias, kv_range, alibi, sinks, x, y, *prologue.tables, o, partials, tickets)
     strides = (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 2), *strides_of(x, 2))
-    launched("decode_attention")
+    launched("decode_attention", *tensors)
     _decode_attention_kernel[(G * -(-H // G // config["BLOCK_H"]), config["SPLITS"], B)](
         *tensors, N, H // G, *strides, softcap, sm_scale, window, *prologue.constants(D), D, DV, **config
     )

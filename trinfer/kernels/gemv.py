@@ -192,7 +192,7 @@ def gemv(
     pointers = (*norm_tensors[:2], *weights, *none, *biases, *none, residual, y)
     scalars = (M, *sizes, *none, K, stride_wn, stride_wk, norm_tensors[2])
     block = config["BLOCK_N"]
-    launched("gemv")
+    launched("gemv", x, *pointers)
     _gemv_kernel[(sum([-(-n // block) for n in outputs]),)](
         x.contiguous(), *pointers, *scalars, *norm_constants, act, gated, is_transposed, **config
     )

@@ -85,7 +85,7 @@ def layer_norm(
     h, res = (None, None) if residual is None else (x.new_empty(x.shape), as_rows(residual))
     if M:
         config = choose(OP, _Key(x.dtype, N))
-        launched("layer_norm")
+        launched("layer_norm", rows, res, y, h)
         _layer_norm_kernel[(M,)](
             rows,
             res,

@@ -183,7 +183,7 @@ def lm_head(
     config = choose(OP, key)
     pointers = (x.contiguous(), *norm_tensors[:2], weight, bias, logits, scratch, tokens)
     scalars = (M, V, K, *weight.stride(), norm_tensors[2], scale, softcap)
-    launched("lm_head")
+    launched("lm_head", *pointers)
     _lm_head_kernel[(-(-V // (config["BLOCK_N"] * config["BLOCKS"])),)](
         *pointers, *scalars, *norm_constants, is_transposed, dtype == torch.float32, **config
     )

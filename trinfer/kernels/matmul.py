@@ -192,7 +192,7 @@ def matmul(
     tiles = -(-M // config["BLOCK_M"]) * sum(-(-n // config["BLOCK_N"]) for n in outputs)
     pointers = (rows, *norm_tensors[:2], *pad_to_three(weights), *pad_to_three(biases), residual, y)
     scalars = (M, *pad_to_three(sizes), K, rows.stride(0), *weights[0].stride(), norm_tensors[2])
-    launched("matmul")
+    launched("matmul", *pointers)
     _matmul_kernel[(tiles,)](*pointers, *scalars, *norm_constants, act, gated, **config)
     return y
 

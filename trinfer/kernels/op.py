@@ -32,6 +32,7 @@ class Op:
 
 
 _counters: list[Counter[str]] = []
+_lists: list[list[tuple[str, tuple[Tensor | None, ...]]]] = []
 
 
 @contextlib.contextmanager
@@ -46,10 +47,26 @@ def count_launches() -> Iterator[Counter[str]]:
         _counters[:] = [c for c in _counters if c is not counter]
 
 
-def launched(name: str) -> None:
-    """Tell every open `count_launches` that the kernel of op `name` is about to run."""
+@contextlib.contextmanager
+def list_launches() -> Iterator[list[tuple[str, tuple[Tensor | None, ...]]]]:
+    """The op names of the launches inside the `with` block, in order, with the tensors that each told of."""
+    launches: list[tuple[str, tuple[Tensor | None, ...]]] = []
+    _lists.append(launches)
+    try:
+        yield launches
+    finally:
+        _lists[:] = [entry for entry in _lists if entry is not launches]
+
+
+def launched(name: str, *tensors: Tensor | None) -> None:
+    """Tell everyone who counts or lists launches that the kernel of op `name` is about to run.
+
+    `tensors` are those that it reads and writes from end to end, as far as they matter for its time.
+    """
     for counter in _counters:
         counter[name] += 1
+    for launches in _lists:
+        launches.append((name, tensors))
 
 
 def unit_stride(x: Tensor) -> Tensor:

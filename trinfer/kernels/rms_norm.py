@@ -91,7 +91,7 @@ def rms_norm(
     h, res = (None, None) if residual is None else (x.new_empty(x.shape), as_rows(residual))
     if M:
         config = choose(OP, _Key(x.dtype, N))
-        launched("rms_norm")
+        launched("rms_norm", rows, res, y, h)
         _rms_norm_kernel[(M,)](
             rows,
             res,

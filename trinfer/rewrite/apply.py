@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from trinfer import compat
-from trinfer.layers import activation, attention, block, embedding, linear, mask, mlp, norm
+from trinfer.graphs import Pieces
+from trinfer.layers import activation, attention, block, embedding, linear, mask, mlp, norm, recorded
 from trinfer.rewrite.plan import Plan
 
 # the name of a step's forward -> the function that is bound; adding a kind of layer is one line here
@@ -23,6 +24,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "layer_norm": norm.layer_norm_forward,
     "linear": linear.linear_forward,
     "mlp": mlp.mlp_forward,
+    "recorded_block": recorded.recorded_block_forward,
     "rms_norm": norm.rms_norm_forward,
 }
 
@@ -43,6 +45,8 @@ def apply(model: nn.Module, plan: Plan) -> None:
             module.__dict__["_trinfer"] = record
             # not a bound method: pickle stores one as getattr(module, name), which loses the swap
             module.__dict__["forward"] = partial(forward, module)
+            if forward is recorded.recorded_block_forward:
+                module.__dict__["_trinfer_pieces"] = Pieces()
         rollback.pop_all()
 
 
@@ -52,6 +56,7 @@ def undo(model: nn.Module, plan: Plan) -> None:
         attributes = model.get_submodule(step.path).__dict__
         if "_trinfer" in attributes:
             attributes.pop("forward", None)
+            attributes.pop("_trinfer_pieces", None)
             del attributes["_trinfer"]
     if plan.attention is not None and compat.attention_implementation(model) == compat.ATTENTION_NAME:
         compat.set_attention(model, plan.attention)

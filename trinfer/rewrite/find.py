@@ -1,6 +1,7 @@
 """Making a plan: which modules of a model become kernels, which stay, and why. Works on meta models."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 from transformers import GenerationMixin
@@ -34,14 +35,18 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
         why = "attention and mask function are registered under this name"
         steps.append(Step("", f"{attention} attention", f"{ATTENTION_NAME} attention", why))
     decoder = _decoder(model, arch, swaps)
-    step = f"model.forward; {decoder}; what is listed as kept runs in torch between the kernels"
+    if isinstance(decoder, str):
+        step = f"model.forward; {decoder}; what is listed as kept runs in torch between the kernels"
+        swaps = _in_pieces(model, swaps, decoder) if config.enable_cuda_graph else swaps
+    else:
+        step = _launches(decoder) + ("; recorded once per batch size" if config.enable_cuda_graph else "")
     return Plan(
         "kernel injection",
         type(model).__name__,
         arch.model_type if arch else "",
         (*steps, *swaps),
         tuple(kept),
-        step if isinstance(decoder, str) else _launches(decoder),
+        step,
         attention=attention,
         training=training,
         decoder=None if isinstance(decoder, str) else decoder,
@@ -116,6 +121,30 @@ def _decoder(model: nn.Module, arch: Arch | None, swaps: list[Step]) -> records.
     if not isinstance(model, GenerationMixin):
         return "it does not generate"
     return whole.decoder(model, arch, _backbone(model, arch), blocks)
+
+
+def _in_pieces(model: nn.Module, swaps: list[Step], why: str) -> list[Step]:
+    """The same swaps, with the whole layers of an encoder recorded one by one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    pieces = {
+        step.path
+        for step in swaps
+        if isinstance(step.record, records.Block) and not step.record.attention.is_causal
+    }
+    if not pieces:
+        raise ValueError(
+            f"enable_cuda_graph=True finds nothing to record in {type(model).__name__}: no step of launches "
+            f"({why}) and no whole layer of an encoder; leave enable_cuda_graph out"
+        )
+    return [
+        replace(step, becomes=f"{step.becomes}; recorded by shape", forward="recorded_block")
+        if step.path in pieces
+        else step
+        for step in swaps
+    ]
 
 
 def _launches(decoder: records.Decoder) -> str:
