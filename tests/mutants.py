@@ -158,10 +158,10 @@ def choose(path: Path, each: int) -> list[Mutant]:
 def tests_of(file: str) -> list[str]:
     """The test files that run the kernels of a file; for shared functions, those of the ops that use them."""
     name = file.removesuffix(".py")
-    own = ROOT / "tests" / "kernels" / f"test_{name}.py"
+    own = sorted((ROOT / "tests" / "kernels").glob(f"test_{name}*.py"))
     always = ["tests/kernels/test_sources.py"]
-    if own.exists():
-        return [*always, str(own.relative_to(ROOT)), "tests/kernels/test_large_offsets.py"]
+    if own:
+        return [*always, *[str(p.relative_to(ROOT)) for p in own], "tests/kernels/test_large_offsets.py"]
     users = [p.stem for p in KERNELS.glob("*.py") if f"kernels.{name} import" in p.read_text()]
     tests = [f"tests/kernels/test_{user}.py" for user in sorted(users)]
     return [*always, *[t for t in tests if (ROOT / t).exists()], "tests/kernels/test_large_offsets.py"]

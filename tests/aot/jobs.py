@@ -97,6 +97,20 @@ def _scored(arguments: Arguments) -> Arguments:
     return arguments | {"alibi": heads, "softcap": 30.0, "sinks": heads}
 
 
+def _packed(arguments: Arguments) -> Arguments:
+    """Queries of all sequences without padding."""
+    q = arguments["q"]
+    q_range = torch.empty(len(arguments["k"]), 2, dtype=torch.int32, device=q.device)
+    return arguments | {"q_range": q_range, "kv_range": q_range, "max_queries": q.shape[2]}
+
+
+def _in_rows(arguments: Arguments) -> Arguments:
+    """Tokens of all sequences without padding, on their way to the cache."""
+    q, k_cache = arguments["q"], arguments["k_cache"]
+    places = torch.empty(q.shape[2] + 2 * len(k_cache), dtype=torch.int32, device=q.device)
+    return arguments | {"rows": places[: q.shape[2]], "kv_range": places[q.shape[2] :].view(-1, 2)}
+
+
 def _step(arguments: Arguments) -> Arguments:
     """What a whole decode step asks of attention."""
     k, D = arguments["k"], arguments["k"].shape[3]
@@ -123,7 +137,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "grouped_gemv": {"gated": _gated},
     "grouped_matmul": {"gated": _gated},
     "embedding": {"added": _added},
-    "attention": {"masked": _masked, "biased": _biased, "scored": _scored},
+    "qkv_post": {"packed": _in_rows},
+    "attention": {"masked": _masked, "biased": _biased, "scored": _scored, "packed": _packed},
     "decode_attention": {"masked": _masked, "biased": _biased, "scored": _scored, "step": _step},
 }
 

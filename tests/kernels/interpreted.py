@@ -154,6 +154,12 @@ def steps(dtype):
             check("decode_attention", dtype, q, k, v, new=new, prologue=prologue, **options)
         places = torch.tensor([[3], [-1]])
         check("qkv_post", dtype, q, *new, k, v, places, prologue, kv_range=valid)
+    places, rows = torch.tensor([[3, 4, 5]]), torch.tensor([0, 1, 1])
+    x = make((1, 4, 3, 24), dtype, 8)
+    check("qkv_post", dtype, x[:, :2], x[:, 2:3], x[:, 3:], k, v, places, prologue, rows=rows, kv_range=valid)
+    q_range = torch.tensor([[0, 1], [1, 3]], dtype=torch.int32)
+    packed = {"q_range": q_range, "max_queries": 2, "is_causal": True}
+    check("attention", dtype, x[:, :2], k, v, **packed, **options)
     check("attention", dtype, q, k, v, is_causal=True, alibi=kernels.alibi_slopes(2), **options)
 
 

@@ -148,10 +148,12 @@ class TestOffsetsBeyond32Bits:
         for move in (lambda x: x.clone(), lambda x: far_apart(x, dim)):
             x, caches = move(heads), [move(k), move(k)]
             q = qkv_post(x, x, x, *caches, places, prologue, kv_range=kv_range)
+            packed, rows = x[1:], torch.tensor([1, 0, 1])
+            q_packed = qkv_post(*(packed,) * 3, *caches, places[1:], prologue, rows=rows, kv_range=kv_range)
             one = x[:, :, 1:2]
             options = {"sm_scale": 0.2, "kv_range": kv_range, "prologue": prologue}
             o = decode_attention(one, *caches, new=(one, one), **options)
-            results.append((q, o, *(cache.clone() for cache in caches)))
+            results.append((q, q_packed, o, *(cache.clone() for cache in caches)))
         for near, far in zip(*results, strict=True):
             assert torch.equal(near, far)
 
@@ -163,5 +165,9 @@ class TestOffsetsBeyond32Bits:
         expected = truth(attention_ref, q, k, v, **options)
         far = far_apart(k, dim)
         assert_close(attention(far_apart(q, dim), far, far, **options), expected, torch.float16)
+        packed, valid = far_apart(q[1:], max(dim, 1)), torch.tensor([[0, 4]] * 2, dtype=torch.int32)
+        q_range = torch.tensor([[0, 0], [0, 3]], dtype=torch.int32)
+        o = attention(packed, far, far, kv_range=valid, q_range=q_range, max_queries=3, **options)
+        assert_close(o, expected[1:], torch.float16)
         last = far_apart(q[:, :, 2:], min(dim, 1))
         assert_close(decode_attention(last, far, far, sm_scale=0.2), expected[:, 2:], torch.float16)

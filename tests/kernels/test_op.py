@@ -160,6 +160,21 @@ class TestCompilesOnce:
             kernels.attention(q, k, k, sm_scale=0.2, is_causal=True)
         assert len(compiled) <= 1
 
+    def test_packed_prefill_of_any_lengths(self, compiled):
+        prologue = kernels.Prologue(cos=torch.zeros(64, 176), sin=torch.zeros(64, 176))
+        for lengths in ([1], [7, 1], [0, 16, 5], [3] * 7):
+            T, ends = sum(lengths), torch.tensor(lengths).cumsum(0)
+            q, new = torch.zeros(1, 4, T, 176), torch.zeros(1, 2, T, 176)
+            k = torch.zeros(len(lengths), 2, T + 3, 176)
+            q_range = torch.stack((ends - torch.tensor(lengths), ends), 1).int()
+            kv_range = torch.tensor([[0, n] for n in lengths], dtype=torch.int32)
+            rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int()
+            places = torch.cat([torch.arange(n) for n in lengths])[None]
+            kernels.qkv_post(q, new, new, k, k.clone(), places, prologue, rows=rows, kv_range=kv_range)
+            options = {"sm_scale": 0.2, "is_causal": True, "kv_range": kv_range}
+            kernels.attention(q, k, k, q_range=q_range, max_queries=max(lengths), **options)
+        assert len(compiled) <= 2
+
     def test_any_number_of_rows(self, compiled):
         x, w = torch.zeros(16, 88), torch.zeros(24, 88)
         known = 0

@@ -115,6 +115,65 @@ def test_qkv_post_leaves_padding_out_of_the_cache():
     assert torch.equal(k_cache[1, :, 2], k[1, :, 2])
 
 
+def pack(lengths, counts, D, dtype, seed, spare=3):
+    """Packed q, k, v of sequences of these lengths, two caches that are nan, rows and positions."""
+    N, order = (
+        max(lengths) + spare,
+        torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)),
+    )
+    q, k, v, *_ = draw((1, *counts), sum(lengths), D, dtype, seed)
+    caches = torch.full((2, len(lengths), counts[0], N, D), float("nan"), dtype=dtype)
+    rows = order.repeat_interleave(torch.tensor(lengths))
+    places = torch.cat([torch.arange(n) + seed % (spare + 1) for n in lengths])[None]
+    return q, k, v, *caches, rows, places, order
+
+
+@given(
+    st.sampled_from(VARIANTS),
+    st.sampled_from([(1, 1), (2, 3), (1, 9)]),
+    st.lists(few | st.just(0), min_size=1, max_size=4).filter(any),
+    st.booleans(),
+    seeds,
+)
+def test_qkv_post_of_packed_tokens_is_qkv_post_one_by_one(variant, counts, lengths, is_padded, seed):
+    q, k, v, k_cache, v_cache, rows, places, order = pack(lengths, counts, variant[1], variant[0], seed)
+    B, N = k_cache.shape[0], k_cache.shape[2]
+    prologue = draw_prologue(variant, N, seed)
+    start = torch.randint(0, N, (B, 1), generator=torch.Generator().manual_seed(seed))
+    kv_range = torch.cat((start, start * 0 + N - seed % 2), 1).int() if is_padded else None
+    expected, caches = [], [k_cache.clone(), v_cache.clone()]
+    for first, n, row in zip(
+        torch.tensor([0, *lengths]).cumsum(0).tolist(), lengths, order.tolist(), strict=False
+    ):
+        mine = [x[:, :, first : first + n] for x in (q, k, v)] + [x[row : row + 1] for x in caches]
+        valid = None if kv_range is None else kv_range[row : row + 1]
+        expected.append(qkv_post(*mine, places[:, first : first + n], prologue, kv_range=valid))
+    for op in (qkv_post, qkv_post_ref):
+        actual = [k_cache.clone(), v_cache.clone()]
+        rows = rows.int() if op is qkv_post_ref else rows
+        with count_launches() as launches:
+            o = op(q, k, v, *actual, places, prologue, rows=rows, kv_range=kv_range)
+        assert launches == ({"qkv_post": 1} if op is qkv_post else {})
+        pairs = zip((o, *actual), (torch.cat(expected, 2), *caches), ("q", "k_cache", "v_cache"), strict=True)
+        for x, y, name in pairs:
+            assert torch.equal(x.isnan(), y.isnan()), f"{name} was written where it should not be, or not"
+            if op is qkv_post:
+                assert torch.equal(x.nan_to_num(), y.nan_to_num()), name
+            else:
+                assert_close(x.nan_to_num(), y.nan_to_num().double(), variant[0], name)
+
+
+@pytest.mark.parametrize("op", [qkv_post, qkv_post_ref])
+def test_qkv_post_leaves_tokens_of_no_row_out_of_the_cache(op):
+    q, k, v, *_ = draw((1, 1, 2), 5, 64, torch.float32, 0)
+    k_cache, v_cache = torch.full((2, 3, 1, 4, 64), float("nan"))
+    rows, places = torch.tensor([-1, 2, 3, 0, 2]).int(), torch.tensor([[0, 1, 0, 4, -1]])
+    o = op(q, k, v, k_cache, v_cache, places, draw_prologue(VARIANTS[0], 4, 0), rows=rows)
+    assert not o.isnan().any()
+    assert (~v_cache.isnan().any(-1)[:, 0]).nonzero().tolist() == [[2, 1]]
+    assert torch.equal(v_cache[2, :, 1], v[0, :, 1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", [{"BLOCK_H": 1}, {"BLOCK_H": 4}, {"BLOCK_H": 16}])
 def test_qkv_post_is_right_in_every_configuration(config, dtype):
@@ -151,6 +210,12 @@ def test_qkv_post_refuses_what_does_not_fit():
         qkv_post(q, k, v, k_cache.mT.contiguous().mT, v_cache, positions, prologue)
     with pytest.raises(ValueError, match=r"kv_range is \(2, 3\) torch.int32 - allowed: \(2, 2\) torch.int32"):
         qkv_post(q, k, v, k_cache, v_cache, positions, prologue, kv_range=torch.zeros(2, 3).int())
+    for rows in (torch.zeros(3).int(), torch.zeros(2).int(), torch.zeros(3)):
+        with pytest.raises(
+            ValueError, match=r"rows are \(.,\) .* for q \(., 2, 3, 64\) - allowed: \(3,\) torch.int32"
+        ):
+            one = slice(0, 2 if rows.shape == (3,) and rows.dtype == torch.int32 else 1)
+            qkv_post(q[one], k[one], v[one], k_cache, v_cache, positions[one], prologue, rows=rows)
     with pytest.raises(ValueError, match=r"out is \(2, 3, 2, 8\) torch.float32 - allowed: \(2, 3, 2, 64\)"):
         qkv_post(q, k, v, k_cache, v_cache, positions, prologue, out=torch.zeros(2, 3, 2, 8))
     with pytest.raises(ValueError, match=r"q_weight has shape \(8,\) - allowed: \(64,\), one for each entry"):

@@ -11,7 +11,16 @@ from trinfer import backend
 from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import dot, load_tile
 from trinfer.kernels.op import Op, as_bias, launched, nbytes, next_power_of_2, strides_of, unit_stride
-from trinfer.kernels.scores import add_bias, attend_ref, check_attention, load_range, mask_keys, scale_scores
+from trinfer.kernels.scores import (
+    add_bias,
+    attend_packed_ref,
+    attend_ref,
+    check_attention,
+    check_packed,
+    load_range,
+    mask_keys,
+    scale_scores,
+)
 
 
 class _Key(NamedTuple):
@@ -81,10 +90,27 @@ def _attend(
     return acc, l_i, m_i
 
 
+@triton.jit
+def _place(q_range_ptr, pid_b, row, first, M, N, lo, hi):
+    """Of a block of queries: first row in q and in o, queries of the sequence, first position, last key."""
+    if q_range_ptr is None:
+        o_row = pid_b * M + row
+        pos = first + N - M
+    else:
+        start = tl.load(q_range_ptr + 2 * pid_b)
+        M = tl.load(q_range_ptr + 2 * pid_b + 1) - start
+        row += start
+        o_row = row
+        pos = first + hi - M
+        # a block behind the last query of a short sequence sees nothing
+        hi = tl.where(first < M, hi, lo)
+    return row, o_row, M, pos, hi
+
+
 # the lengths, and the strides of a bias with them, change from call to call: they must not recompile
 @triton.jit(
     do_not_specialize=["M", "N", "group", "stride_bb", "stride_bh", "stride_bm"],
-    do_not_specialize_on_alignment=["kv_range_ptr", "bias_ptr"],
+    do_not_specialize_on_alignment=["kv_range_ptr", "q_range_ptr", "bias_ptr"],
 )
 def _attention_kernel(
     q_ptr,
@@ -92,6 +118,7 @@ def _attention_kernel(
     v_ptr,
     bias_ptr,
     kv_range_ptr,
+    q_range_ptr,
     alibi_ptr,
     sinks_ptr,
     o_ptr,
@@ -130,9 +157,13 @@ def _attention_kernel(
     offs_m = tl.arange(0, BLOCK_M)[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     offs_v = tl.arange(0, BLOCK_DV)[None, :]
-    mask_m = offs_m < M - first
+    lo, hi = load_range(kv_range_ptr, pid_b, N)
     row = first.to(tl.int64)
-    q_ptrs = q_ptr + pid_b * stride_qb + pid_h * stride_qh + row * stride_qm + (offs_m * stride_qm + offs_d)
+    row, o_row, M, pos, hi = _place(q_range_ptr, pid_b, row, first, M, N, lo, hi)
+    if q_range_ptr is None:
+        q_ptr += pid_b * stride_qb
+    mask_m = offs_m < M - first
+    q_ptrs = q_ptr + pid_h * stride_qh + row * stride_qm + (offs_m * stride_qm + offs_d)
     q = load_tile(q_ptrs, mask_m, offs_d < D, True, BLOCK_D != D)
     k_ptr += pid_b * stride_kb + pid_h // group * stride_kg
     v_ptr += pid_b * stride_vb + pid_h // group * stride_vg
@@ -141,8 +172,6 @@ def _attention_kernel(
         bias_ptrs = bias_ptr + pid_b * stride_bb + pid_h * stride_bh + row * stride_bm + offs_m * stride_bm
 
     # the keys that any query of this block may see
-    pos = first + N - M
-    lo, hi = load_range(kv_range_ptr, pid_b, N)
     end = hi
     if IS_CAUSAL:
         end = tl.minimum(hi, pos + 1)
@@ -197,7 +226,7 @@ def _attention_kernel(
     # a query that may attend to nothing gives zeros
     o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     H = tl.num_programs(1)
-    o_ptrs = o_ptr + ((pid_b * M + row) * H + pid_h) * DV + (offs_m * (H * DV) + offs_v)
+    o_ptrs = o_ptr + (o_row * H + pid_h) * DV + (offs_m * (H * DV) + offs_v)
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=mask_m & (offs_v < DV))
 
 
@@ -214,6 +243,8 @@ def attention(
     alibi: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    q_range: Tensor | None = None,
+    max_queries: int | None = None,
 ) -> Tensor:
     """softmax(cap(q kᵀ · sm_scale) + bias + alibi · (key - query position), over the keys allowed) v.
 
@@ -229,12 +260,17 @@ def attention(
         alibi: [H] float32, the slope of a bias by distance (see `alibi_slopes`).
         softcap: scores s become softcap · tanh(s / softcap), before bias and masks.
         sinks: [H], a logit that takes its share of the softmax and has no value (gpt-oss).
+        q_range: [B, 2] int32; q is [1, H, T, D] and holds the queries of B sequences without padding: first
+            and one past the last query of each. Together they cover all T; the last query of a sequence
+            stands at its last valid key.
+        max_queries: of one sequence, or more; with q_range.
 
     Returns:
-        [B, M, H, Dv] in q.dtype, contiguous. A query that may attend to nothing gives zeros.
+        [B, M, H, Dv] in q.dtype, contiguous; [1, T, H, Dv] with q_range. A query that may attend to nothing
+        gives zeros.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes that do not fit together; q_range beside bias or without max_queries.
 
     Numerics:
         Scores, maximum, sum and accumulator in float32; weights are rounded to v.dtype for their product.
@@ -242,18 +278,20 @@ def attention(
     Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135
     """
     options = (window, kv_range, bias, alibi, softcap, sinks)
-    check_attention(q, k, v, *options)
+    check_packed(q, k, bias, q_range, max_queries)
+    check_attention(q if q_range is None else q.expand(len(k), -1, -1, -1), k, v, *options)
     if not backend.runs_triton(q):
-        return attend_ref(q, k, v, sm_scale, is_causal, *options)
-    (B, H, M, D), (G, N, DV) = q.shape, v.shape[1:]
-    o = q.new_empty((B, M, H, DV))
+        return _attend_ref(q, k, v, sm_scale, is_causal, options, q_range)
+    (_, H, M, D), (B, G, N, DV) = q.shape, v.shape
+    o = q.new_empty((len(q), M, H, DV))
     if o.numel() == 0:
         return o
     q, k, v, bias = unit_stride(q), unit_stride(k), unit_stride(v), as_bias(bias, (B, H, M, N))
-    kv_range = kv_range if kv_range is None else kv_range.contiguous()
+    M = M if max_queries is None else max_queries
+    kv_range, q_range = (x if x is None else x.contiguous() for x in (kv_range, q_range))
     config = choose(OP, _Key(q.dtype, min(1024, next_power_of_2(M)), D, DV, bias is not None))
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 3))
-    tensors = (q, k, v, bias, kv_range, alibi, sinks, o)
+    tensors = (q, k, v, bias, kv_range, q_range, alibi, sinks, o)
     launched("attention")
     _attention_kernel[(-(-M // config["BLOCK_M"]), H, B)](
         *tensors, M, N, H // G, window, *strides, softcap, sm_scale, is_causal, D, DV, **config
@@ -274,9 +312,20 @@ def attention_ref(
     alibi: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    q_range: Tensor | None = None,
+    max_queries: int | None = None,
 ) -> Tensor:
     """The truth of `attention`."""
-    return attend_ref(q, k, v, sm_scale, is_causal, window, kv_range, bias, alibi, softcap, sinks)
+    options = (window, kv_range, bias, alibi, softcap, sinks)
+    return _attend_ref(q, k, v, sm_scale, is_causal, options, q_range)
+
+
+def _attend_ref(
+    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, is_causal: bool, options: Any, q_range: Tensor | None
+) -> Tensor:
+    if q_range is None:
+        return attend_ref(q, k, v, sm_scale, is_causal, *options)
+    return attend_packed_ref(q, k, v, sm_scale, is_causal, options, q_range)
 
 
 def _default(key: _Key) -> Config:

@@ -22,13 +22,17 @@ class _Key(NamedTuple):
     R: int
 
 
-# the capacity of a growing cache changes from call to call: it must not recompile
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["positions_ptr", "kv_range_ptr"])
+# the capacity of a growing cache and the number of tokens change from call to call: they must not recompile
+@triton.jit(
+    do_not_specialize=["N", "rows", "stride_pb"],
+    do_not_specialize_on_alignment=["positions_ptr", "rows_ptr", "kv_range_ptr"],
+)
 def _qkv_post_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     positions_ptr,
+    rows_ptr,
     kv_range_ptr,
     q_weight_ptr,
     k_weight_ptr,
@@ -40,6 +44,7 @@ def _qkv_post_kernel(
     H,
     G,
     N,
+    rows,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -71,10 +76,16 @@ def _qkv_post_kernel(
     """One program per (token, batch): all its query, key and value heads."""
     pid_m = tl.program_id(0).to(tl.int64)
     pid_b = tl.program_id(1).to(tl.int64)
-    lo, hi = load_range(kv_range_ptr, pid_b, N)
+    # where the sequence of this token lies in the cache
+    cache = pid_b
+    if rows_ptr is not None:
+        cache = tl.load(rows_ptr + pid_m).to(tl.int64)
+    is_here = (cache >= 0) & (cache < rows)
+    cache = tl.where(is_here, cache, 0)
+    lo, hi = load_range(kv_range_ptr, cache, N)
     at = tl.load(positions_ptr + pid_b * stride_pb + pid_m * stride_pm).to(tl.int64)
     # padding has no place in the cache; its query rotates like the first token and is never asked for
-    heads = tl.where((at >= lo) & (at < hi), G, 0)
+    heads = tl.where(is_here & (at >= lo) & (at < hi), G, 0)
     if cos_ptr is not None:
         row = tl.maximum(tl.minimum(at, hi - 1) - lo, 0)
         cos_ptr += row * R
@@ -82,9 +93,9 @@ def _qkv_post_kernel(
     q_ptr += pid_b * stride_qb + pid_m * stride_qm
     q_out_ptr += (pid_b * tl.num_programs(0) + pid_m) * (H * D)
     k_ptr += pid_b * stride_kb + pid_m * stride_km
-    k_cache_ptr += pid_b * stride_xb + at * stride_xn
+    k_cache_ptr += cache * stride_xb + at * stride_xn
     v_ptr += pid_b * stride_vb + pid_m * stride_vm
-    v_cache_ptr += pid_b * stride_yb + at * stride_yn
+    v_cache_ptr += cache * stride_yb + at * stride_yn
     for part in tl.static_range(2):
         copy_heads(
             q_ptr if part == 0 else k_ptr,
@@ -121,6 +132,7 @@ def qkv_post(
     positions: Tensor,
     prologue: Prologue,
     *,
+    rows: Tensor | None = None,
     kv_range: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -135,6 +147,9 @@ def qkv_post(
         positions: [B, M] int32|int64, the place of each token in the cache, none of them twice; a token at a
             negative place, at N or above, or outside of kv_range is padding and not written.
         prologue: norm and rotation of q and k, at row `position - first valid key`.
+        rows: [M] int32|int64, the row of the cache, and of kv_range, that each token belongs to: q, k, v and
+            positions have one batch entry then, and hold the tokens of all sequences without padding; the
+            cache has any number of rows. A token in a row that is not there is padding.
         kv_range: [B, 2] int32, first and one past the last valid key of each sequence.
         out: [B, M, H, D] contiguous, takes the result.
 
@@ -149,23 +164,23 @@ def qkv_post(
 
     Source: https://arxiv.org/abs/2104.09864
     """
-    _check(q, k, v, k_cache, v_cache, positions, kv_range, out)
+    _check(q, k, v, k_cache, v_cache, positions, rows, kv_range, out)
     check_prologue(prologue, q.shape[3])
     if not backend.runs_triton(q):
-        return qkv_post_ref(q, k, v, k_cache, v_cache, positions, prologue, kv_range=kv_range, out=out)
+        places = {"rows": rows, "kv_range": kv_range}
+        return qkv_post_ref(q, k, v, k_cache, v_cache, positions, prologue, **places, out=out)
     (B, H, M, D), (G, N, DV) = q.shape, v_cache.shape[1:]
     o = q.new_empty((B, M, H, D)) if out is None else out
-    if B and M:
+    if o.numel():
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        kv_range = kv_range if kv_range is None else kv_range.contiguous()
+        rows, kv_range = (x if x is None else x.contiguous() for x in (rows, kv_range))
         config = choose(OP, _Key(q.dtype, H, D, DV, prologue.rotated(D)))
         strides = [x.stride()[:3] for x in (q, k, v)]
         strides += [positions.stride(), k_cache.stride()[:3], v_cache.stride()[:3]]
-        tensors = (q, k, v, positions, kv_range, *prologue.tables, o, k_cache, v_cache)
+        tensors = (q, k, v, positions, rows, kv_range, *prologue.tables, o, k_cache, v_cache)
+        sizes = (H, G, N, len(k_cache), *[n for x in strides for n in x])
         launched("qkv_post")
-        _qkv_post_kernel[(M, B)](
-            *tensors, H, G, N, *[n for x in strides for n in x], *prologue.constants(D), D, DV, **config
-        )
+        _qkv_post_kernel[(M, B)](*tensors, *sizes, *prologue.constants(D), D, DV, **config)
     return o.transpose(1, 2)
 
 
@@ -176,12 +191,14 @@ def _check(
     k_cache: Tensor,
     v_cache: Tensor,
     positions: Tensor,
+    rows: Tensor | None,
     kv_range: Tensor | None,
     out: Tensor | None,
 ) -> None:
     (B, H, M, D), (G, N, DV) = q.shape, v_cache.shape[1:]
+    R = B if rows is None else len(k_cache)
     shapes = [tuple(x.shape) for x in (k, v, k_cache, v_cache, positions)]
-    allowed = [(B, G, M, D), (B, G, M, DV), (B, G, N, D), (B, G, N, DV), (B, M)]
+    allowed = [(B, G, M, D), (B, G, M, DV), (R, G, N, D), (R, G, N, DV), (B, M)]
     if shapes != allowed:
         raise ValueError(
             f"q is {tuple(q.shape)}, and k, v, k_cache, v_cache, positions are {shapes} - "
@@ -193,20 +210,30 @@ def _check(
             f"q, k, v and the cache are {sorted(map(str, dtypes))}, positions {positions.dtype} - "
             "allowed: one dtype, and torch.int32 or torch.int64 - convert them"
         )
+    _check_rows(q, R, rows, kv_range)
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
         raise ValueError(
             f"k_cache has strides {k_cache.stride()}, v_cache {v_cache.stride()} - allowed: 1 in the last "
             "dimension - lay the cache out as [B, G, N, D]"
         )
-    if kv_range is not None and (kv_range.shape != (B, 2) or kv_range.dtype != torch.int32):
-        raise ValueError(
-            f"kv_range is {tuple(kv_range.shape)} {kv_range.dtype} - allowed: ({B}, 2) torch.int32 - "
-            "convert it"
-        )
     if out is not None and (out.shape != (B, M, H, D) or out.dtype != q.dtype or not out.is_contiguous()):
         raise ValueError(
             f"out is {tuple(out.shape)} {out.dtype} - allowed: ({B}, {M}, {H}, {D}) {q.dtype}, contiguous - "
             "leave it out"
+        )
+
+
+def _check_rows(q: Tensor, R: int, rows: Tensor | None, kv_range: Tensor | None) -> None:
+    B, M = len(q), q.shape[2]
+    if rows is not None and (B != 1 or rows.shape != (M,) or rows.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(
+            f"rows are {tuple(rows.shape)} {rows.dtype} for q {tuple(q.shape)} - allowed: ({M},) torch.int32 "
+            "or torch.int64, and [1, H, M, D] - pack the tokens of all sequences into one"
+        )
+    if kv_range is not None and (kv_range.shape != (R, 2) or kv_range.dtype != torch.int32):
+        raise ValueError(
+            f"kv_range is {tuple(kv_range.shape)} {kv_range.dtype} - allowed: ({R}, 2) torch.int32 - "
+            "convert it"
         )
 
 
@@ -219,21 +246,25 @@ def qkv_post_ref(
     positions: Tensor,
     prologue: Prologue,
     *,
+    rows: Tensor | None = None,
     kv_range: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The truth of `qkv_post`; it changes the cache as well."""
-    B, _, M, _ = q.shape
-    N = k_cache.shape[2]
-    valid = positions.new_tensor([[0, N]]).expand(B, 2) if kv_range is None else kv_range.clamp(0, N)
-    first, end = valid[:, :1], valid[:, 1:]
-    rows = torch.minimum(positions, end - 1) - first
-    sequence, token = ((positions >= first) & (positions < end)).nonzero(as_tuple=True)
-    at = positions[sequence, token].long()
-    key = prologue_ref(k, prologue.k_weight, prologue, rows)
-    k_cache[sequence, :, at] = key[sequence, :, token]
-    v_cache[sequence, :, at] = v[sequence, :, token]
-    y = prologue_ref(q, prologue.q_weight, prologue, rows).transpose(1, 2)
+    R, _, N, _ = k_cache.shape
+    cache = (
+        torch.arange(R, device=q.device)[:, None].expand_as(positions) if rows is None else rows[None].long()
+    )
+    is_here = (cache >= 0) & (cache < R)
+    valid = positions.new_tensor([[0, N]]).expand(R, 2) if kv_range is None else kv_range.clamp(0, N)
+    first, end = valid[cache.where(is_here, 0)].unbind(-1)
+    turns = torch.minimum(positions, end - 1) - first
+    sequence, token = (is_here & (positions >= first) & (positions < end)).nonzero(as_tuple=True)
+    place = cache[sequence, token], slice(None), positions[sequence, token].long()
+    key = prologue_ref(k, prologue.k_weight, prologue, turns)
+    k_cache[place] = key[sequence, :, token]
+    v_cache[place] = v[sequence, :, token]
+    y = prologue_ref(q, prologue.q_weight, prologue, turns).transpose(1, 2)
     return (y.contiguous() if out is None else out.copy_(y)).transpose(1, 2)
 
 

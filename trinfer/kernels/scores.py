@@ -1,5 +1,7 @@
 """What the attention kernels share: which keys a query may see, its bias, and the truth of both."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -136,6 +138,47 @@ def _check_masks(
                 f"bias has shape {tuple(bias.shape)} - allowed: [{B} or 1, {H} or 1, {M} or 1, {N}] for this "
                 "q and k - reshape it"
             )
+
+
+def check_packed(
+    q: Tensor, k: Tensor, bias: Tensor | None, q_range: Tensor | None, max_queries: int | None
+) -> None:
+    """Refuse packed queries that do not fit."""
+    if (q_range is None) != (max_queries is None):
+        raise ValueError(
+            f"q_range is {'missing' if q_range is None else 'there'}, max_queries={max_queries} - allowed: "
+            "both or none - pass the largest number of queries of a sequence"
+        )
+    if q_range is None or max_queries is None:
+        return
+    if len(q) != 1 or q_range.shape != (len(k), 2) or q_range.dtype != torch.int32:
+        raise ValueError(
+            f"q is {tuple(q.shape)}, q_range {tuple(q_range.shape)} {q_range.dtype} - allowed: [1, H, T, D] "
+            f"and ({len(k)}, 2) torch.int32, a range for each sequence of k - reshape or convert them"
+        )
+    if q.shape[2] and not 1 <= max_queries <= q.shape[2]:
+        raise ValueError(
+            f"max_queries={max_queries} - allowed: 1 to {q.shape[2]}, the queries of q - pass the largest "
+            "number of queries of a sequence"
+        )
+    if bias is not None:
+        raise ValueError("q_range comes with bias - allowed: one of them - pad the queries, or use kv_range")
+
+
+def attend_packed_ref(
+    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, is_causal: bool, options: Any, q_range: Tensor
+) -> Tensor:
+    """[1, T, H, Dv]: `attend_ref` of one sequence after the other, its last query at its last valid key."""
+    window, kv_range, bias, alibi, softcap, sinks = options
+    N, o = k.shape[2], q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+    for b, (first, end) in enumerate(q_range.tolist()):
+        valid = None if kv_range is None else kv_range[b : b + 1]
+        last = N if valid is None else min(N, int(valid[0, 1]))
+        position = torch.arange(last - end + first, last, device=q.device)[None]
+        sequence = q[:, :, first:end], k[b : b + 1], v[b : b + 1]
+        others = window, valid, bias, alibi, softcap, sinks, position
+        o[:, first:end] = attend_ref(*sequence, sm_scale, is_causal, *others)
+    return o
 
 
 def attend_ref(
