@@ -94,6 +94,18 @@ def test_lm_head_leaves_its_scratch_ready_for_any_batch():
         assert not scratch.any()
 
 
+@pytest.mark.parametrize("op", [lm_head, lm_head_ref])
+@pytest.mark.parametrize(("M", "dtype"), [(1, None), (5, torch.float32), (16, None)])
+def test_lm_head_writes_logits_where_it_is_told(op, M, dtype):
+    x, w = make((M, K), torch.bfloat16, 0), make_weights((333,), K, torch.bfloat16, 1)[0]
+    memory = torch.full((M, 333), float("nan"), dtype=dtype or torch.bfloat16)
+    logits, token = op(x, w, dtype=dtype, logits=memory)
+    assert logits is memory
+    expected, same = op(x, w, dtype=dtype)
+    assert torch.equal(memory, expected)
+    assert torch.equal(token, same)
+
+
 def test_lm_head_is_right_with_many_threads():
     torch.set_num_threads(4)
     x, w = make((3, K), torch.float32, 0), make((3000, K), torch.float32, 1)
@@ -147,5 +159,17 @@ def test_lm_head_refuses_what_does_not_fit():
         lm_head(x, w, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"scratch is \(3,\) torch.int64 .* - allowed: 4 or more entries"):
         lm_head(x, w, scratch=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(
+        ValueError, match=r"logits is \(2, 3\) torch.float32 .* - allowed: \(2, 4\) torch.float32"
+    ):
+        lm_head(x, w, logits=torch.zeros(2, 3))
+    with pytest.raises(
+        ValueError, match=r"logits is \(2, 4\) torch.float16 .* - allowed: \(2, 4\) torch.float32"
+    ):
+        lm_head(x.half(), w.half(), logits=torch.zeros(2, 4).half(), dtype=torch.float32)
+    with pytest.raises(ValueError, match="has_logits=False comes with logits - allowed: one of them"):
+        lm_head(x, w, has_logits=False, logits=torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="logits shares memory with an argument"):
+        lm_head(torch.zeros(1, 8), w, logits=w.view(-1)[:4][None])
     with pytest.raises(ValueError, match=r"out is \(2,\) torch.int32 .* - allowed: \(2,\) torch.int64"):
         lm_head(x, w, out=torch.zeros(2, dtype=torch.int32))

@@ -12,7 +12,7 @@ from trinfer.autotune import Config, choose
 from trinfer.kernels.argmax_elements import argmax_memory, finish_argmax, rank
 from trinfer.kernels.elements import as_segments, linear_ref
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref, row_statistics
-from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2
+from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output_of
 from trinfer.kernels.row_elements import load_row, row_product, tile_product
 
 MAX_ROWS = 16
@@ -140,6 +140,7 @@ def lm_head(
     softcap: float | None = None,
     dtype: torch.dtype | None = None,
     has_logits: bool = True,
+    logits: Tensor | None = None,
     scratch: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
@@ -154,6 +155,7 @@ def lm_head(
         softcap: cap(y) = softcap · tanh(y / softcap) (Gemma 2); None for none.
         dtype: of the logits, x.dtype or float32; None for x.dtype, which is what HF models compare.
         has_logits: False stores none.
+        logits: [..., V] of `dtype`, contiguous, memory for the logits.
         scratch: int64 [2 · rows] or more, zeros before the first launch; every launch leaves zeros.
         out: int64 [...], memory for the tokens.
 
@@ -170,12 +172,13 @@ def lm_head(
     norm_tensors, norm_constants = norm_options(x, norm)
     dtype = x.dtype if dtype is None else dtype
     (V, K), M = weight.shape, x.shape[:-1].numel()
-    _check(x, V, dtype)
+    _check(x, V, dtype, has_logits, logits)
     scratch, tokens = argmax_memory(x, scratch, out)
+    if has_logits:
+        logits = output_of((*x.shape[:-1], V), logits, x, (x, weight, bias), dtype, "logits")
     if not backend.runs_triton(x):
-        logits, token = lm_head_ref(x, weight, bias, norm=norm, scale=scale, softcap=softcap, dtype=dtype)
-        return logits if has_logits else None, tokens.copy_(token)
-    logits = x.new_empty((*x.shape[:-1], V), dtype=dtype) if has_logits else None
+        y, token = lm_head_ref(x, weight, bias, norm=norm, scale=scale, softcap=softcap, dtype=dtype)
+        return logits if logits is None or y is None else logits.copy_(y), tokens.copy_(token)
     if M == 0:
         return logits, tokens
     is_transposed = weight.stride(0) == 1 and weight.stride(1) != 1
@@ -190,10 +193,12 @@ def lm_head(
     return logits, tokens
 
 
-def _check(x: Tensor, V: int, dtype: torch.dtype) -> None:
+def _check(x: Tensor, V: int, dtype: torch.dtype, has_logits: bool, logits: Tensor | None) -> None:
     rows, K = x.shape[:-1].numel(), x.shape[-1]
     if dtype not in (x.dtype, torch.float32):
         raise ValueError(f"dtype={dtype} - allowed: {x.dtype}, torch.float32 - pass one of these or None")
+    if logits is not None and not has_logits:
+        raise ValueError("has_logits=False comes with logits - allowed: one of them - leave logits out")
     if rows > MAX_ROWS or V == 0 or K == 0:
         raise ValueError(
             f"x has {rows} rows of {K} for a vocabulary of {V} - allowed: up to {MAX_ROWS} rows, no empty "
@@ -211,6 +216,7 @@ def lm_head_ref(
     softcap: float | None = None,
     dtype: torch.dtype | None = None,
     has_logits: bool = True,
+    logits: Tensor | None = None,
     scratch: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
@@ -220,6 +226,7 @@ def lm_head_ref(
         y = softcap * torch.tanh(y / softcap)
     y = y if dtype is None or x.dtype == torch.float64 else y.to(dtype)
     token = y.argmax(-1)
+    y = y if logits is None else logits.copy_(y)
     return y if has_logits else None, token if out is None else out.copy_(token)
 
 

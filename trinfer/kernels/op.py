@@ -106,6 +106,7 @@ def output_of(
     x: Tensor,
     read: tuple[Tensor | None, ...],
     dtype: torch.dtype | None = None,
+    name: str = "out",
 ) -> Tensor:
     """`out`, or new memory of `shape` like x; refuses what `output` refuses, without a residual."""
     dtype = x.dtype if dtype is None else dtype
@@ -113,12 +114,13 @@ def output_of(
         return x.new_empty(shape, dtype=dtype)
     if out.shape != shape or out.dtype != dtype or out.device != x.device or not out.is_contiguous():
         raise ValueError(
-            f"out is {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()} - allowed: "
-            f"{shape} {dtype} on {x.device}, contiguous - make it with x.new_empty({shape}, dtype={dtype})"
+            f"{name} is {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()} - "
+            f"allowed: {shape} {dtype} on {x.device}, contiguous - "
+            f"make it with x.new_empty({shape}, dtype={dtype})"
         )
     if any(t is not None and _overlap(out, t) for t in read):
         raise ValueError(
-            "out shares memory with an argument - allowed: memory of its own, or the residual itself - "
+            f"{name} shares memory with an argument - allowed: memory of its own, or the residual itself - "
             "pass another tensor"
         )
     return out
