@@ -362,6 +362,32 @@ def test_two_engines_and_two_threads() -> None:
         assert all(torch.equal(truth, tokens) for tokens in found)
 
 
+def test_u041_one_engine_ends_while_another_goes_on() -> None:
+    (first, first_truth), (second, second_truth) = pair("gptneo"), pair("llama", enable_cuda_graph=True)
+    ids = token_ids(2, 6)
+    for _ in range(2):
+        assert torch.equal(generate(first, ids), generate(first_truth, ids))
+        assert torch.equal(generate(second, ids), generate(second_truth, ids))
+    first.destroy()
+    assert torch.equal(generate(second, ids), generate(second_truth, ids))
+    assert torch.equal(generate(first.module, ids), generate(first_truth, ids))
+
+
+def test_u043_without_a_cache() -> None:
+    engine, expected = pair("llama")
+    ids = token_ids(2, 6)
+    for options in ({"use_cache": False}, {"use_cache": False, "do_sample": True}):
+        assert torch.equal(generate(engine, ids, **options), generate(expected, ids, **options))
+    for options in ({"use_cache": False}, {"use_cache": True}):
+        ours, theirs = (m(ids, return_dict=False, **options) for m in (engine, expected))
+        assert len(ours) == len(theirs)
+        assert torch.allclose(ours[0], theirs[0], atol=1e-4)
+    for model in (engine, expected):
+        model.config.use_cache = False
+    assert len(engine(ids, return_dict=False)) == len(expected(ids, return_dict=False)) == 1
+    assert torch.equal(generate(engine, ids), generate(expected, ids))
+
+
 def test_continuous_batching_is_refused() -> None:
     engine, _ = pair()
     with pytest.raises(NotImplementedError, match="generate_batch"):
