@@ -18,21 +18,27 @@ class Report:
 
 
 REPORTS = {
-    "U001": Report(("llama", "bert"), ("gpt2",)),
-    "U002": Report(("llama",), ("gptj",)),
+    "U001": Report(("llama", "bert", "gpt2")),
+    "U002": Report(("llama", "gptj")),
+    "U004": Report(("opt",)),
     "U005": Report(("llama",)),
     "U009": Report(("llama",)),
-    "U016": Report(("llama80",), ("phi",)),
-    "U022": Report(("llama",), ("opt",)),
-    "U024": Report(("llama",), ("gptj",)),
-    "U027": Report((), ("bloom", "mpt")),
-    "U029": Report(("llama",), ("gemma2",)),
+    "U011": Report(("mistral_sw",)),
+    "U012": Report(("gptneo",)),
+    "U014": Report(("gemma2",)),
+    "U016": Report(("llama80", "phi")),
+    "U022": Report(("llama", "opt", "opt_pre")),
+    "U024": Report(("llama", "gptj")),
+    "U027": Report(("bloom", "mpt")),
+    "U029": Report(("llama", "gemma2")),
     "U033": Report(("llama",)),
     "U034": Report(("llama",)),
     "U035": Report(("llama",)),
-    "U037": Report(("llama",), ("gptneo",)),
+    "U037": Report(("llama", "gptneo")),
+    "U045": Report(("roberta", "gptj", "opt")),
     "U067": Report(("llama",)),
     "U070": Report(("llama",)),
+    "U084": Report(("gptneo", "gemma2")),
 }
 
 

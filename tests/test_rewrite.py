@@ -15,8 +15,19 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import trinfer
-from tests.models import DEVICE, ZOO, engine_of, left_padded, make, reference, token_ids
+from tests.models import (
+    DEVICE,
+    ZOO,
+    engine_of,
+    inputs_of,
+    left_padded,
+    make,
+    reference,
+    result,
+    token_ids,
+)
 from trinfer import backend
+from trinfer.layers.records import Norm
 from trinfer.rewrite.apply import FORWARDS, apply, undo
 from trinfer.rewrite.plan import collapse
 
@@ -73,17 +84,16 @@ def test_plan_is_the_same_on_meta_models_and_touches_nothing(name: str) -> None:
 def test_undo_restores_the_model(name: str) -> None:
     model = make(name)
     before = fingerprint(model)
-    extra = {"decoder_input_ids": token_ids(1, 3)} if name == "t5" else {}
-    ids = token_ids(1, 6)
+    inputs = inputs_of(name, 1, 6)
     with torch.no_grad():
-        logits = model(ids, **extra).logits
+        logits = result(model(**inputs))
     plan = plan_of(model)
     apply(model, plan)
     assert all("forward" in model.get_submodule(path).__dict__ for path in paths_of(plan))
     undo(model, plan)
     assert_untouched(model, before)
     with torch.no_grad():
-        assert torch.equal(model(ids, **extra).logits, logits)
+        assert torch.equal(result(model(**inputs)), logits)
     undo(model, plan)
     assert_untouched(model, before)
 
@@ -109,7 +119,7 @@ def leaves(record: Any) -> Iterator[Any]:
 
 
 def test_records_hold_no_tensor() -> None:
-    for name in ("llama", "bert"):
+    for name in ("llama", "bert", "qwen3"):
         for step in plan_of(make(name)).swapped:
             assert all(isinstance(v, str | int | float | bool | None) for v in leaves(step.record))
             with pytest.raises(AttributeError):
@@ -247,7 +257,7 @@ def test_u059_nothing_to_swap_raises_and_says_what_was_looked_for() -> None:
     model = Net(nn.Conv1d(3, 4, 1))
     before = fingerprint(model)
     with pytest.raises(
-        ValueError, match=r"finds nothing to swap in Net; .*bert, llama.*nn.Linear.*Conv1d \(no"
+        ValueError, match=r"finds nothing to swap in Net; .*bart, bert, .*llama.*nn.Linear.*Conv1d \(no"
     ):
         engine_of(model)
     assert_untouched(model, before)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import sdpa_mask
+from transformers.utils.output_capturing import _active_collector
 
 # the name under which the attention function and the mask function are registered, always both: with an
 # attention function alone transformers passes mask=None and padded rows are silently wrong
@@ -32,6 +33,38 @@ def cache_argument(kwargs: dict[str, Any]) -> Cache | None:
     """The self-attention cache among the keywords of an attention module, whatever this version calls it."""
     found = next((kwargs[key] for key in ("cache", "past_key_values", "layer_past") if key in kwargs), None)
     return found.self_attention_cache if isinstance(found, EncoderDecoderCache) else found
+
+
+def rotary_argument(
+    module: Any, position_embeddings: tuple[Tensor, Tensor] | None, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The rotary table of this forward; GPT-J and CodeGen of 5.17 keep theirs inside the attention module."""
+    if position_embeddings is not None:
+        return position_embeddings
+    table = module.embed_positions[kwargs["position_ids"]].to(module.out_proj.weight.dtype)
+    sin, cos = table.chunk(2, -1)
+    return sin, cos
+
+
+def wants_attentions(module: Any, kwargs: dict[str, Any]) -> bool:
+    """True if this call of an attention module has to give its probabilities.
+
+    GPT-2 takes the keyword out of the call before its layers see it: then only the collector knows.
+    """
+    collected = _active_collector.get() or {}
+    config = getattr(module, "config", None)
+    asked = kwargs.get("output_attentions", getattr(config, "output_attentions", False))
+    return bool(asked) or "attentions" in collected or "cross_attentions" in collected
+
+
+def kernel_window(sliding_window: int | None, is_causal: bool) -> int | None:
+    """transformers' window, which its own bound does not belong to, as that of the kernels."""
+    return sliding_window if sliding_window is None or is_causal else sliding_window - 1
+
+
+def uses_interface(model: nn.Module) -> bool:
+    """True if the model's own code asks transformers' attention interface for its attention."""
+    return isinstance(model, PreTrainedModel) and model._can_set_attn_implementation()
 
 
 def tokens_held(cache: Any) -> int:

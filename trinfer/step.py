@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,22 @@ from trinfer.graphs import Graphs
 from trinfer.kernels.advance import advance
 from trinfer.kernels.attention import attention
 from trinfer.kernels.decode_attention import decode_attention
-from trinfer.kernels.embedding import embedding
+from trinfer.kernels.embedding import Table, embedding
 from trinfer.kernels.heads import Prologue
 from trinfer.kernels.lm_head import MAX_ROWS, lm_head
-from trinfer.kernels.norm_elements import Norm
 from trinfer.kernels.qkv_post import qkv_post
 from trinfer.kernels.splits import split_scratch
 from trinfer.layers import records
-from trinfer.layers.block import Parameters, block, norm_at, parameters, split_heads
+from trinfer.layers.attention import rotary_table
+from trinfer.layers.block import (
+    Parameters,
+    block,
+    even_heads,
+    heads_of,
+    norm_at,
+    parameters,
+    score_options,
+)
 from trinfer.layers.embedding import check_ids
 
 # rotary embeddings whose frequencies depend on how long the sequence is
@@ -38,7 +46,8 @@ class Workspace:
     finished: [R] uint8, rows that have met an end token. kv_range: [R, 2] int32, first and one past the last
     key. sequences: [R, S] int64, prompts and choices; column: [R] int64, where the next one goes.
     eos: [E] int64, end tokens, padded with -1. logits: [R, V]. hidden: [R, K]. partials, tickets, argmax:
-    where the programs of a launch meet. cos, sin: [S, R'], a row a position, or None.
+    where the programs of a launch meet. tables: cosines and sines [S, R'], a row a position, for each kind of
+    layer that the rotary module tells apart.
     """
 
     token: Tensor
@@ -52,8 +61,15 @@ class Workspace:
     partials: Tensor | None
     tickets: Tensor | None
     argmax: Tensor
-    cos: Tensor | None
-    sin: Tensor | None
+    tables: dict[str, tuple[Tensor, Tensor]]
+
+
+class Layer(NamedTuple):
+    """What a layer reads and writes in the calls that share a cache."""
+
+    parameters: Parameters
+    prologue: Prologue
+    buffers: Buffers
 
 
 class Decoder:
@@ -86,7 +102,7 @@ class Decoder:
     def is_length_dependent(self, model: nn.Module) -> bool:
         """True if the same position turns differently in a longer sequence."""
         rotary = model.get_submodule(self.names.rotary) if self.names.rotary else None
-        return getattr(rotary, "rope_type", "") in LENGTH_DEPENDENT
+        return any(_depends_on_length(rotary, kind) for kind in self.names.rotary_kinds)
 
     def begin(self, model: nn.Module, cache: KVCache, rows: int) -> None:
         """Make everything ready for `rows` sequences in `cache`; recordings stay if no address changed."""
@@ -100,7 +116,11 @@ class Decoder:
         if shape != self._shape:
             self.graphs.clear()
             self.workspace = self._allocate(self.store.rows, self.store.limit)
+            self.prologues = self._prologues()
             self._shape = shape
+        buffers: list[Any] = [layer.buffers for layer in cache.kv_layers]
+        parts = (self.parameters, self.prologues, buffers)
+        self.layers = [Layer(*of_layer) for of_layer in zip(*parts, strict=True)]
         # whoever called holds it; a decoder that did would keep the buffers from the next call
         self.cache: Any = weakref.proxy(cache)
         self.rows = rows
@@ -169,9 +189,9 @@ class Decoder:
         """The launches of one step."""
         w = self.workspace
         self._advance(rows, pad)
-        x = self._embed(w.token[:rows], w.hidden[:rows])
-        for p, buffers in zip(self.layers, self.buffers, strict=True):
-            x = block(p, x, partial(self._attend_step, p, buffers, rows), out=x)
+        x = self._embed(w.token[:rows], {"kv_range": w.kv_range[:rows]}, w.hidden[:rows])
+        for layer in self.layers:
+            x = block(layer.parameters, x, partial(self._attend_step, layer, rows), out=x)
         self._head(x, rows, has_logits)
 
     def _advance(self, rows: int, pad: int) -> None:
@@ -186,8 +206,11 @@ class Decoder:
             pad=pad,
         )
 
-    def _embed(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
-        return embedding(ids, self.table, scale=self.names.embedding_scale, out=out)
+    def _embed(self, ids: Tensor, rows: dict[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """States before the first layer; `rows` says where the position table is read (see `Table`)."""
+        positions = self.positions and Table(self.positions, offset=self.names.position_offset, **rows)
+        scale, norm = self.scale, self.embedding_norm
+        return embedding(ids, self.table, scale=scale, positions=positions, norm=norm, out=out)
 
     def _head(self, x: Tensor, rows: int, has_logits: bool) -> None:
         """Logits and most likely tokens of `rows` rows of hidden states."""
@@ -208,19 +231,18 @@ class Decoder:
             if logits is not None:
                 w.logits[part].copy_(logits)
 
-    def _attend_step(self, p: Parameters, buffers: Buffers, rows: int, qkv: Tensor) -> Tensor:
-        w, heads = self.workspace, p.record.attention
-        q, k, v = split_heads(qkv[:, None], heads, p.qkv[0])
+    def _attend_step(self, layer: Layer, rows: int, qkv: Tensor) -> Tensor:
+        w, (p, prologue, buffers) = self.workspace, layer
+        q, k, v = heads_of(p, qkv[:, None])
         o = decode_attention(
             q,
             buffers.keys[:rows],
             buffers.values[:rows],
-            sm_scale=heads.sm_scale,
-            window=heads.window,
             kv_range=w.kv_range[:rows],
             new=(k, v),
-            prologue=self._prologue(heads),
+            prologue=prologue,
             scratch=(w.partials, w.tickets),
+            **score_options(p),
         )
         return o.view(rows, -1)
 
@@ -228,16 +250,18 @@ class Decoder:
         """Hidden states of the last token of each row [B, K]; every row computes all its tokens."""
         B, M = ids.shape
         positions = torch.arange(end - M, end, dtype=torch.int32, device=ids.device).expand(B, M)
+        first = 0 if kv_range is None else kv_range[:, :1]
 
-        def attend(p: Parameters, buffers: Buffers, qkv: Tensor) -> Tensor:
-            heads = p.record.attention
-            q, k, v = split_heads(qkv.view(B, M, -1), heads, p.qkv[0])
+        def attend(layer: Layer, qkv: Tensor) -> Tensor:
+            p, prologue, buffers = layer
+            q, k, v = (even_heads(x) for x in heads_of(p, qkv.view(B, M, -1)))
             keys, values = buffers.keys[:B, :, :end], buffers.values[:B, :, :end]
-            q = qkv_post(q, k, v, keys, values, positions, self._prologue(heads), kv_range=kv_range)
-            options = self._options(heads) | {"kv_range": kv_range}
-            return attention(q, keys, values, **options).view(B * M, -1)
+            q = qkv_post(q, k, v, keys, values, positions, prologue, kv_range=kv_range)
+            o = attention(q, keys, values, is_causal=True, kv_range=kv_range, **score_options(p))
+            return o.view(B * M, -1)
 
-        return self._blocks(self._embed(ids.flatten()), attend).view(B, M, -1)[:, -1]
+        x = self._embed(ids.flatten(), {"ids": (positions - first).clamp(min=0).flatten()})
+        return self._blocks(x, attend).view(B, M, -1)[:, -1]
 
     def _packed(self, ids: Tensor, start: Tensor) -> Tensor:
         """As `_dense` from an empty cache, with the tokens that are not padding side by side in one row."""
@@ -249,28 +273,37 @@ class Decoder:
         rows, positions = sequence.to(torch.int32), column.to(torch.int32)[None]
         kv_range, most = self.workspace.kv_range[:B], int(counts.max())
 
-        def attend(p: Parameters, buffers: Buffers, qkv: Tensor) -> Tensor:
-            heads = p.record.attention
-            q, k, v = split_heads(qkv[None], heads, p.qkv[0])
+        def attend(layer: Layer, qkv: Tensor) -> Tensor:
+            p, prologue, buffers = layer
+            q, k, v = (even_heads(x) for x in heads_of(p, qkv[None]))
             keys, values = buffers.keys[:B, :, :M], buffers.values[:B, :, :M]
-            prologue = self._prologue(heads)
             q = qkv_post(q, k, v, keys, values, positions, prologue, kv_range=kv_range, rows=rows)
-            options = self._options(heads) | {"kv_range": kv_range, "q_range": q_range, "max_queries": most}
-            return attention(q, keys, values, **options).view(len(rows), -1)
+            ranges: dict[str, Any] = {"kv_range": kv_range, "q_range": q_range, "max_queries": most}
+            o = attention(q, keys, values, is_causal=True, **ranges, **score_options(p))
+            return o.view(len(rows), -1)
 
-        return self._blocks(self._embed(ids[sequence, column]), attend)[ends.long() - 1]
+        x = self._embed(ids[sequence, column], {"ids": column - start[sequence]})
+        return self._blocks(x, attend)[ends.long() - 1]
 
-    def _blocks(self, x: Tensor, attend: Callable[[Parameters, Buffers, Tensor], Tensor]) -> Tensor:
-        for p, buffers in zip(self.layers, self.buffers, strict=True):
-            x = block(p, x, partial(attend, p, buffers), out=x)
+    def _blocks(self, x: Tensor, attend: Callable[[Layer, Tensor], Tensor]) -> Tensor:
+        for layer in self.layers:
+            x = block(layer.parameters, x, partial(attend, layer), out=x)
         return x
 
-    def _options(self, heads: records.Attention) -> dict[str, Any]:
-        return {"sm_scale": heads.sm_scale, "window": heads.window, "is_causal": True}
-
-    def _prologue(self, heads: records.Attention) -> Prologue:
-        w = self.workspace
-        return Prologue(cos=w.cos, sin=w.sin, interleaved=heads.rotary == "interleaved")
+    def _prologues(self) -> list[Prologue]:
+        """What each layer does to its heads before they attend."""
+        prologues = []
+        for p, kind in zip(self.parameters, self.names.rotary_kinds, strict=True):
+            heads, prologue = p.record.attention, Prologue()
+            if heads.qk_norm == "head" and heads.norm:
+                assert p.query_norm and p.key_norm
+                norms = (p.query_norm.weight, p.key_norm.weight)
+                prologue = Prologue(*norms, eps=heads.norm.eps, weight_offset=heads.norm.offset)
+            if heads.rotary != "none":
+                cos, sin = self.workspace.tables[kind]
+                prologue = prologue._replace(cos=cos, sin=sin, interleaved=heads.rotary == "interleaved")
+            prologues.append(prologue)
+        return prologues
 
     def _bind(self, model: nn.Module) -> None:
         """Look up every tensor of the model that a step reads."""
@@ -278,31 +311,35 @@ class Decoder:
         self.graphs.clear()
         layers = [model.get_submodule(path) for path in names.layers]
         pairs = zip(layers, names.blocks, strict=True)
-        self.layers = [parameters(layer, record) for layer, record in pairs]
+        self.parameters = [parameters(layer, record) for layer, record in pairs]
         self.table = attrgetter(names.embedding)(model).weight
+        self.positions = attrgetter(names.positions)(model).weight if names.positions else None
+        self.embedding_norm = norm_at(model, names.embedding_norm)
+        scale = names.embedding_scale
+        self.scale = float(torch.tensor(scale, dtype=self.table.dtype)) if names.is_scale_rounded else scale
         self.head: Any = model.get_submodule(names.head)
-        self.final_norm: Norm = norm_at(model, names.final_norm)
+        self.final_norm = norm_at(model, names.final_norm)
         # a copy: transformers' own keeps the longest length it has seen
         self.rotary: Any = copy.deepcopy(model.get_submodule(names.rotary)) if names.rotary else None
         self._shape = ()
 
     def _take_buffers(self, cache: KVCache, rows: int) -> None:
         """Keys and values of every layer, from the store."""
-        for index, p in enumerate(self.layers):
+        for index, p in enumerate(self.parameters):
             layer, heads = cache.layer(index), p.record.attention
             if layer.buffers is None or (layer.length == 0 and layer.rows != rows):
-                like = self.table.new_empty((rows, p.qkv[0][1].shape[0] // heads.head_dim, 0, heads.head_dim))
+                like = self.table.new_empty((rows, heads.num_kv_heads, 0, heads.head_dim))
                 layer.lazy_initialization(like, like)
             if layer.rows != rows:
                 raise ValueError(f"{rows} rows do not fit a cache of {layer.rows}; use another cache")
-        self.buffers: list[Any] = [layer.buffers for layer in cache.kv_layers]
 
     def _allocate(self, rows: int, length: int) -> Workspace:
         empty, device = partial(torch.empty, device=self.table.device), self.table.device
-        dims = [p.record.attention.head_dim for p in self.layers]
-        counts = [p.qkv[0][0].shape[0] // dim for p, dim in zip(self.layers, dims, strict=True)]
-        partials, tickets = split_scratch(rows, max(counts), max(dims), device=device)
-        cos, sin = self._rotary_rows(torch.arange(length, device=device)) if self.rotary else (None, None)
+        heads = [p.record.attention for p in self.parameters]
+        most, dim = max(names.num_heads for names in heads), max(names.head_dim for names in heads)
+        partials, tickets = split_scratch(rows, most, dim, device=device)
+        positions = torch.arange(min(length, self.names.max_positions or length), device=device)
+        kinds = set(self.names.rotary_kinds) if self.rotary else ()
         return Workspace(
             token=torch.zeros(rows, dtype=torch.int64, device=device),
             finished=torch.zeros(rows, dtype=torch.uint8, device=device),
@@ -315,8 +352,7 @@ class Decoder:
             partials=partials,
             tickets=tickets,
             argmax=torch.zeros(2 * rows, dtype=torch.int64, device=device),
-            cos=cos,
-            sin=sin,
+            tables={kind: self._rotary_rows(positions, kind) for kind in kinds},
         )
 
     def _start(self, sequences: Tensor, start: Tensor | None, eos: Tensor | None, end: int) -> None:
@@ -333,16 +369,28 @@ class Decoder:
 
     def _fill_tables(self, prompt: int, length: int) -> None:
         """Rotary rows that depend on the length reached when they are used: for a prompt, for each token."""
-        w = self.workspace
-        if w.cos is None or w.sin is None or self.rotary.rope_type not in LENGTH_DEPENDENT:
-            return
-        device = w.cos.device
-        # a short sequence makes the module forget the longest that it has seen
-        self._rotary_rows(torch.zeros(1, dtype=torch.int64, device=device))
-        for positions in (torch.arange(prompt, device=device), *torch.arange(prompt, length, device=device)):
-            rows = positions.reshape(-1)
-            w.cos[rows], w.sin[rows] = self._rotary_rows(rows)
+        device = self.table.device
+        for kind, (cos, sin) in self.workspace.tables.items():
+            if not _depends_on_length(self.rotary, kind):
+                continue
+            # a short sequence makes the module forget the longest that it has seen
+            self._rotary_rows(torch.zeros(1, dtype=torch.int64, device=device), kind)
+            for positions in (
+                torch.arange(prompt, device=device),
+                *torch.arange(prompt, length, device=device),
+            ):
+                rows = positions.reshape(-1)
+                cos[rows], sin[rows] = self._rotary_rows(rows, kind)
 
-    def _rotary_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rotary(self.table[:1], position_ids=positions[None])
+    def _rotary_rows(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Rows of the rotary table as the kernels read them."""
+        heads = next(b.attention for b in self.names.blocks if b.attention.rotary != "none")
+        told = {"layer_type": kind} if kind else {}
+        found = self.rotary(self.table[:1], position_ids=positions[None], **told)
+        cos, sin = rotary_table(heads, *found)
         return cos[0].contiguous(), sin[0].contiguous()
+
+
+def _depends_on_length(rotary: Any, kind: str) -> bool:
+    found = getattr(rotary, "rope_type", "")
+    return (found.get(kind) if isinstance(found, dict) else found) in LENGTH_DEPENDENT

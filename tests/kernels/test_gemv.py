@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import DTYPES, assert_close, layouts, make, make_weights, seeds, sizes, truth
 from trinfer.autotune import pin
-from trinfer.kernels import OPS, Norm, count_launches, gemv, gemv_ref, layer_norm, rms_norm
+from trinfer.kernels import OPS, Norm, count_launches, gemv, gemv_ref, layer_norm, matmul, rms_norm
 
 OP = next(op for op in OPS if op.name == "gemv")
 rows = sizes(1, 16)
@@ -50,6 +50,48 @@ def test_gemv_gated_matches_ref(variant, M, N, K, seed):
         options["bias"] = (make((N,), dtype, seed + 4), None)
         options["residual"] = make((1, M, N), dtype, seed + 3)
     assert_close(gemv(x, w, **options), truth(gemv_ref, x, w, **options), dtype)
+
+
+@given(variants, rows, sizes(1, 150), st.sampled_from([(34, 100), (576, 71), (100, 2000)]), seeds)
+def test_gemv_of_two_inputs_matches_ref(variant, M, N, columns, seed):
+    dtype, order, act = variant
+    K, L = columns
+    x, second = make((1, M, K), dtype, seed, "sliced"), make((1, M, L), dtype, seed + 1)
+    (w,), (u,) = make_weights((N,), K, dtype, seed + 2, order), make_weights((N,), L, dtype, seed + 3, order)
+    bias = None if act == "none" else make((N,), dtype, seed + 4)
+    options = {"also": (second, u, bias), "bias": bias, "residual": make((1, M, N), dtype, seed + 5)}
+    expected = truth(gemv_ref, x, w, **options)
+    with count_launches() as launches:
+        y = gemv(x, w, **options, out=options["residual"])
+    assert launches == {"gemv": 1}
+    assert_close(y, expected, dtype)
+
+
+@pytest.mark.parametrize("op", [gemv, matmul])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M", [1, 5, 16])
+def test_products_are_scaled_before_the_residual(op, dtype, M):
+    x, (w,) = make((M, 100), dtype, 0), make_weights((70,), 100, dtype, 1)
+    options = {"bias": make((70,), dtype, 2), "residual": make((M, 70), dtype, 3), "scale": 0.22}
+    assert_close(op(x, w, **options), truth(gemv_ref, x, w, **options), dtype)
+
+
+def test_gemv_refuses_a_second_input_that_does_not_fit():
+    x, w = torch.zeros(2, 8), torch.zeros(4, 8)
+    good = (torch.zeros(2, 6), torch.zeros(4, 6), None)
+    assert gemv(x, w, also=good).shape == (2, 4)
+    for also in (
+        (torch.zeros(3, 6), *good[1:]),
+        (good[0], torch.zeros(5, 6), None),
+        (good[0], torch.zeros(6, 4).t(), None),
+        (good[0], good[1], torch.zeros(5)),
+        (good[0], good[1].half(), None),
+    ):
+        with pytest.raises(ValueError, match="also holds rows"):
+            gemv(x, w, also=also)
+    for options in ({"act": "relu"}, {"norm": Norm(torch.ones(8))}):
+        with pytest.raises(ValueError, match="also comes with"):
+            gemv(x, w, also=good, **options)
 
 
 @given(rows, segments, st.sampled_from([34, 100]), seeds)

@@ -67,6 +67,30 @@ def test_rms_norm_casts_where_the_family_casts(M, seed):
         assert (y != expected).float().mean() < 0.01
 
 
+@given(dtypes, sizes(1, 40), columns, layouts, st.sampled_from([0.0, 1.0]), st.sampled_from("xan"), seeds)
+def test_rms_norm_adds_behind_the_norm(dtype, M, N, layout, offset, place, seed):
+    x, weight = make((M, N), dtype, seed, layout), make((N,), dtype, seed + 1)
+    add = make((M, N), dtype, seed + 2, "sliced")
+    expected = truth(rms_norm_ref, x, weight, 1e-6, weight_offset=offset, add=add)
+    # rows of a wider product, or memory that the launch itself reads
+    out = {"x": x, "a": add, "n": make((M, 3 * N), dtype, seed)[:, N : 2 * N]}[place]
+    out = out if out.stride(-1) == 1 and out.stride(0) >= N else None
+    y = rms_norm(x, weight, 1e-6, weight_offset=offset, add=add, out=out)
+    assert out is None or y is out
+    assert_close(y, expected, dtype)
+
+
+def test_rms_norm_refuses_an_out_that_does_not_fit():
+    x, weight = torch.zeros(3, 8), torch.ones(8)
+    for out in (torch.zeros(3, 7), torch.zeros(3, 8).half(), torch.zeros(8, 3).t()):
+        with pytest.raises(ValueError, match="out is"):
+            rms_norm(x, weight, 1e-6, out=out)
+    with pytest.raises(ValueError, match="out shares memory"):
+        rms_norm(x[1:], weight, 1e-6, out=x[:2])
+    with pytest.raises(ValueError, match="add is"):
+        rms_norm(x, weight, 1e-6, add=x[:1])
+
+
 def test_rms_norm_refuses_what_does_not_fit():
     x, weight = torch.zeros(2, 8), torch.ones(8)
     with pytest.raises(ValueError, match=r"weight has shape \(7,\) - allowed: \(8,\)"):

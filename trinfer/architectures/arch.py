@@ -62,6 +62,8 @@ class Arch:
     mlp_norm: str = ""
     attention_out_norm: str = ""
     mlp_out_norm: str = ""
+    # of the attention to an encoder, which a row does not describe
+    cross_attention_norm: str = ""
     norm: NormKind = "rms"
     norm_eps: str = "variance_epsilon"
     norm_cast: Cast = "input"
@@ -126,7 +128,9 @@ class Arch:
     # attributes of attention and MLP modules that change what they compute where they are set
     must_be_off: tuple[str, ...] = ()
 
-    # why a layer of this row cannot run as one; empty if it can
+    # why attention keeps its own code around the kernel, and why a layer of this row cannot run as one; empty
+    # if it does not, and if it can
+    attention_stays: str = ""
     only_by_parts: str = ""
 
     # the row of the decoder in a model that has an encoder as well
@@ -145,13 +149,13 @@ class Arch:
     @property
     def norms(self) -> tuple[str, ...]:
         """The norms of a layer, each once."""
-        places = (self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
-        return tuple(dict.fromkeys(filter(None, places)))
+        before = (self.attention_norm, self.cross_attention_norm, self.mlp_norm)
+        return tuple(dict.fromkeys(filter(None, (*before, self.attention_out_norm, self.mlp_out_norm))))
 
     def resolved(self, config: Any) -> "Arch":
         """This row for a model with this configuration; has no variants left."""
-        changes = dict(self._changes(config))
-        return replace(self, variants=(), **changes) if self.variants else self
+        decoder = self.decoder.resolved(config) if self.decoder else None
+        return replace(self, **({"variants": (), "decoder": decoder} | dict(self._changes(config))))
 
     def _changes(self, config: Any) -> Iterator[tuple[str, Any]]:
         for variant in self.variants:

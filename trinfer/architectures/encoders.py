@@ -1,5 +1,7 @@
 """Rows of encoders."""
 
+from dataclasses import replace
+
 from trinfer.architectures.arch import Arch
 
 BERT = Arch(
@@ -27,5 +29,118 @@ BERT = Arch(
     down="output.dense",
     activation="intermediate.intermediate_act_fn",
 )
+ROBERTA = replace(BERT, model_type="roberta", backbone="roberta")
+XLM_ROBERTA = replace(ROBERTA, model_type="xlm-roberta")
+ELECTRA = replace(BERT, model_type="electra", backbone="electra")
+MEGATRON_BERT = replace(
+    BERT,
+    model_type="megatron-bert",
+    embedding_norm="",
+    final_norm="encoder.ln",
+    attention_norm="attention.ln",
+    mlp_norm="ln",
+    residual="pre",
+    layer_output="tuple",
+    sm_scale="",
+    is_causal="is_decoder",
+)
+DISTILBERT = Arch(
+    model_type="distilbert",
+    backbone="distilbert",
+    embedding="embeddings.word_embeddings",
+    layers="transformer.layer",
+    positions="embeddings.position_embeddings",
+    embedding_norm="embeddings.LayerNorm",
+    attention_norm="sa_layer_norm",
+    mlp_norm="output_layer_norm",
+    norm="layer",
+    norm_eps="eps",
+    residual="post",
+    attention="attention",
+    query="attention.q_lin",
+    key="attention.k_lin",
+    value="attention.v_lin",
+    out="attention.out_lin",
+    head_dim="attention_head_size",
+    num_heads="n_heads",
+    num_kv_heads="n_heads",
+    mlp="ffn",
+    up="ffn.lin1",
+    down="ffn.lin2",
+    activation="ffn.activation",
+)
+MODERNBERT = Arch(
+    model_type="modernbert",
+    backbone="model",
+    embedding="embeddings.tok_embeddings",
+    embedding_norm="embeddings.norm",
+    layers="layers",
+    rotary_table="rotary_emb",
+    final_norm="final_norm",
+    head="decoder",
+    attention_norm="attn_norm",
+    mlp_norm="mlp_norm",
+    norm="layer",
+    norm_eps="eps",
+    attention="attn",
+    qkv="attn.Wqkv",
+    out="attn.Wo",
+    head_dim="head_dim",
+    num_heads="config.num_attention_heads",
+    num_kv_heads="config.num_attention_heads",
+    sm_scale="",
+    window="sliding_window",
+    rotary="half",
+    mlp="mlp",
+    gate_up="mlp.Wi",
+    down="mlp.Wo",
+    activation="mlp.act",
+)
+CLIP_TEXT = Arch(
+    model_type="clip_text_model",
+    backbone="text_model",
+    embedding="embeddings.token_embedding",
+    layers="encoder.layers",
+    positions="embeddings.position_embedding",
+    final_norm="final_layer_norm",
+    attention_norm="layer_norm1",
+    mlp_norm="layer_norm2",
+    norm="layer",
+    norm_eps="eps",
+    attention="self_attn",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    out="self_attn.out_proj",
+    head_dim="head_dim",
+    num_heads="num_heads",
+    num_kv_heads="num_heads",
+    sm_scale="scale",
+    # the attention module says False; its model asks for a causal mask and passes it on
+    is_causal=True,
+    mlp="mlp",
+    up="mlp.fc1",
+    down="mlp.fc2",
+    activation="mlp.activation_fn",
+)
+CLIP_VISION = replace(
+    CLIP_TEXT,
+    model_type="clip_vision_model",
+    backbone="vision_model",
+    embedding="",
+    embedding_norm="pre_layrnorm",
+    final_norm="",
+    is_causal=False,
+)
 
-ROWS = (BERT,)
+ROWS = (
+    BERT,
+    ROBERTA,
+    XLM_ROBERTA,
+    ELECTRA,
+    MEGATRON_BERT,
+    DISTILBERT,
+    MODERNBERT,
+    CLIP_TEXT,
+    CLIP_VISION,
+)

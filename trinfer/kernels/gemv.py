@@ -23,6 +23,9 @@ from trinfer.kernels.row_elements import load_row, row_product, tile_product
 
 MAX_ROWS = 16
 
+# a second input, its weight and its bias
+Also = tuple[Tensor, Tensor, Tensor | None]
+
 
 class _Key(NamedTuple):
     dtype: torch.dtype
@@ -46,6 +49,7 @@ def _gemv_kernel(
     b0_ptr,
     b1_ptr,
     b2_ptr,
+    also_ptr,
     residual_ptr,
     y_ptr,
     M,
@@ -55,7 +59,10 @@ def _gemv_kernel(
     K,
     stride_wn,
     stride_wk,
+    stride_un,
+    stride_uk,
     eps,
+    SCALE: tl.constexpr,
     NORM: tl.constexpr,
     NORM_OFFSET: tl.constexpr,
     ACT: tl.constexpr,
@@ -66,10 +73,13 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     SPANS_K: tl.constexpr,
 ):
-    """One program per BLOCK_N outputs of one segment, all rows of x."""
+    """One program per BLOCK_N outputs of one segment, all rows of x.
+
+    With a second input, its weight and bias come as the second segment and N1 is the number of its columns.
+    """
     pid = tl.program_id(0)
     N_total = N0
-    if IS_GATED:
+    if IS_GATED or also_ptr is not None:
         w_ptr, segment, first, N, column = pick_segment(pid, w0_ptr, None, None, N0, N1, N2, BLOCK_N)
     else:
         w_ptr, segment, first, N, column = pick_segment(pid, w0_ptr, w1_ptr, w2_ptr, N0, N1, N2, BLOCK_N)
@@ -79,6 +89,9 @@ def _gemv_kernel(
             N_total += N2
     offset = first.to(tl.int64) * stride_wn
     w_ptr += offset
+    u_ptr = w_ptr
+    if also_ptr is not None:
+        u_ptr = w1_ptr + first.to(tl.int64) * stride_un
     rest = N - first
     offs_n = first + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
@@ -97,11 +110,22 @@ def _gemv_kernel(
                     row, mean, rstd, x_row, nw_ptr, nb_ptr, w1_ptr + offset, rest, K, stride_wn, stride_wk,
                     NORM, NORM_OFFSET, IS_TRANSPOSED, BLOCK_N, BLOCK_K, spans,
                 )
-                # fmt: on
                 y += load_bias(b0_ptr, None, None, segment, offs_n, N)
                 y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, N))
+            elif also_ptr is not None:
+                x_row = also_ptr + m * N1
+                row, mean, rstd = load_row(x_row, None, None, N1, 0.0, "none", 0.0, BLOCK_K, spans)
+                y += row_product(
+                    row, mean, rstd, x_row, None, None, u_ptr, rest, N1, stride_un, stride_uk,
+                    "none", 0.0, IS_TRANSPOSED, BLOCK_N, BLOCK_K, spans,
+                )
+                # fmt: on
+                y += load_bias(b0_ptr, None, None, segment, offs_n, N)
+                y += load_bias(b1_ptr, None, None, segment, offs_n, N)
             else:
                 y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, N), ACT)
+            if SCALE != 1.0:
+                y *= SCALE
             offs_y = m * N_total + column + offs_n
             if residual_ptr is not None:
                 y += tl.load(residual_ptr + offs_y, mask=mask_n, other=0.0).to(tl.float32)
@@ -121,11 +145,20 @@ def _gemv_kernel(
                 means, rstds, x_ptr, nw_ptr, nb_ptr, w1_ptr + offset, M, rest, K, stride_wn, stride_wk,
                 NORM, NORM_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
             )
-            # fmt: on
             y += load_bias(b0_ptr, None, None, segment, offs_n, N)[:, None]
             y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, N)[:, None])
+        elif also_ptr is not None:
+            y += tile_product(
+                means, rstds, also_ptr, None, None, u_ptr, M, rest, N1, stride_un, stride_uk,
+                "none", 0.0, BLOCK_M, BLOCK_N, BLOCK_K,
+            )
+            # fmt: on
+            y += load_bias(b0_ptr, None, None, segment, offs_n, N)[:, None]
+            y += load_bias(b1_ptr, None, None, segment, offs_n, N)[:, None]
         else:
             y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, N)[:, None], ACT)
+        if SCALE != 1.0:
+            y *= SCALE
         offs_m = tl.arange(0, BLOCK_M)
         offs_y = offs_m[None, :] * N_total + column + offs_n[:, None]
         mask = (offs_m[None, :] < M) & mask_n[:, None]
@@ -143,9 +176,11 @@ def gemv(
     gated: bool = False,
     residual: Tensor | None = None,
     norm: Norm | None = None,
+    also: Also | None = None,
+    scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y = act(norm(x) · weightᵀ + bias) + residual for up to 16 rows of x, reading each weight once.
+    """y = scale · act(norm(x) · weightᵀ + bias) + residual for up to 16 rows of x, reading each weight once.
 
     Args:
         x: [..., K] float16|bfloat16|float32 with at most 16 rows, any strides.
@@ -156,14 +191,17 @@ def gemv(
         residual: [..., sum of N_i], added last.
         norm: a `Norm` of the rows of x, done in the same launch. On a CPU 1.05 to 1.2 times as fast as two
             launches for one row, as fast (0.93 to 1.1) for several.
+        also: a second input [..., L], its weight [N, L], its bias [N] or None: that product is added before
+            the factor and the residual. For one weight segment without norm, activation and gate.
+        scale: factor of everything but the residual (Granite).
         out: contiguous memory for y; may be the residual itself and overlaps no other argument.
 
     Returns:
         [..., sum of N_i] in x.dtype; `out` if given.
 
     Raises:
-        ValueError: more than 16 rows, shapes, dtypes or strides that do not fit together, unknown act, a norm
-        or an out that does not fit.
+        ValueError: more than 16 rows, shapes, dtypes or strides that do not fit together, unknown act, a
+        norm, a second input or an out that does not fit.
 
     Numerics:
         Products, sums and the whole epilogue in float32, one rounding at the end. A normalised row is
@@ -174,9 +212,12 @@ def gemv(
     norm_tensors, norm_constants = norm_options(x, norm)
     sizes = [w.shape[0] for w in weights]
     outputs = sizes[:1] if gated else sizes
-    y = output(out, x, sum(outputs), (x, *weights, *biases, *norm_tensors[:2]), residual)
+    _check_also(x, weights, also, act != "none" or gated or norm is not None)
+    read = (x, *weights, *biases, *norm_tensors[:2], *(also or ()))
+    y = output(out, x, sum(outputs), read, residual)
     if not backend.runs_triton(x):
-        return y.copy_(linear_ref(normalise_ref(x, norm), weights, biases, act, gated, residual))
+        options: dict[str, Any] = {"act": act, "gated": gated, "residual": residual, "norm": norm}
+        return gemv_ref(x, weights, biases, **options, also=also, scale=scale, out=y)
     K = x.shape[-1]
     M = x.numel() // max(1, K)
     if M > MAX_ROWS or K == 0:
@@ -186,17 +227,48 @@ def gemv(
     residual = residual if residual is None else residual.contiguous()
     stride_wn, stride_wk = weights[0].stride()
     is_transposed = stride_wn == 1 and stride_wk != 1
-    key = _Key(x.dtype, next_power_of_2(M), sizes[0], K, is_transposed, gated, norm is not None)
+    # a product of two inputs costs what one of both together would
+    columns = K if also is None else K + also[0].shape[-1]
+    key = _Key(x.dtype, next_power_of_2(M), sizes[0], columns, is_transposed, gated, norm is not None)
     config = choose(OP, key)
+    second, strides = None, [0, 0]
+    if also is not None:
+        second, strides = also[0].contiguous(), [*also[1].stride()]
+        weights, biases, sizes = (*weights, also[1]), (*biases, also[2]), [*sizes, second.shape[-1]]
     none = (None,) * (3 - len(weights))
-    pointers = (*norm_tensors[:2], *weights, *none, *biases, *none, residual, y)
-    scalars = (M, *sizes, *none, K, stride_wn, stride_wk, norm_tensors[2])
+    pointers = (*norm_tensors[:2], *weights, *none, *biases, *none, second, residual, y)
+    scalars = (M, *sizes, *none, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale)
     block = config["BLOCK_N"]
     launched("gemv", x, *pointers)
     _gemv_kernel[(sum([-(-n // block) for n in outputs]),)](
         x.contiguous(), *pointers, *scalars, *norm_constants, act, gated, is_transposed, **config
     )
     return y
+
+
+def _check_also(x: Tensor, weights: tuple[Tensor, ...], also: Also | None, is_more: bool) -> None:
+    """Refuse a second input that does not fit the first."""
+    if also is None:
+        return
+    second, weight, bias = also
+    if is_more or len(weights) > 1:
+        raise ValueError(
+            "also comes with several segments, norm, activation or gate - allowed: one plain product of two "
+            "inputs - call gemv twice"
+        )
+    shapes = [tuple(second.shape[:-1]), tuple(weight.shape), None if bias is None else tuple(bias.shape)]
+    allowed = [
+        tuple(x.shape[:-1]),
+        (len(weights[0]), second.shape[-1]),
+        bias if bias is None else weights[0].shape[:1],
+    ]
+    order = [w.stride(0) == 1 and w.stride(1) != 1 for w in (weights[0], weight)]
+    dtypes = {x.dtype, second.dtype, weight.dtype, x.dtype if bias is None else bias.dtype}
+    if shapes != allowed or len(dtypes) > 1 or order[0] != order[1]:
+        raise ValueError(
+            f"also holds rows {shapes[0]}, weight {shapes[1]} with strides {weight.stride()}, bias "
+            f"{shapes[2]} - allowed: {allowed} in {x.dtype}, weights in one order of memory - convert them"
+        )
 
 
 def gemv_ref(
@@ -208,10 +280,16 @@ def gemv_ref(
     gated: bool = False,
     residual: Tensor | None = None,
     norm: Norm | None = None,
+    also: Also | None = None,
+    scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """The truth of `gemv`."""
-    y = linear_ref(normalise_ref(x, norm), weight, bias, act, gated, residual)
+    y = linear_ref(normalise_ref(x, norm), weight, bias, act, gated, None)
+    if also is not None:
+        y = y + torch.nn.functional.linear(*also)
+    y = y if scale == 1.0 else y * scale
+    y = y if residual is None else y + residual
     return y if out is None else out.copy_(y)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from trinfer import backend
 from trinfer.autotune import Config, choose
 from trinfer.kernels.norm_elements import check_norm
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, unit_strides, wide
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, rows_output, unit_strides, wide
 
 
 class _Key(NamedTuple):
@@ -24,12 +24,16 @@ def _layer_norm_kernel(
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    add_ptr,
     y_ptr,
     h_ptr,
     N,
     stride_xm,
     stride_rm,
+    stride_am,
+    stride_ym,
     eps,
+    WEIGHT_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program per row."""
@@ -47,16 +51,28 @@ def _layer_norm_kernel(
     x = tl.where(mask_n, x - tl.sum(x, 0) / N, 0.0)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps)
     if weight_ptr is not None:
-        y *= tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        y *= tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) + WEIGHT_OFFSET
     if bias_ptr is not None:
         y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    tl.store(y_ptr + pid_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
+    if add_ptr is not None:
+        # rounded as the tensor that a model adds
+        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        y += tl.load(add_ptr + pid_m * stride_am + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    tl.store(y_ptr + pid_m * stride_ym + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    weight_offset: float = 0.0,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias, over the last dimension.
+    """y = (x - mean(x)) / sqrt(var(x) + eps) · (weight + weight_offset) + bias + add, over the last.
 
     Args:
         x: [..., N] float16|bfloat16|float32, any strides; copied if its rows are not contiguous.
@@ -64,25 +80,30 @@ def layer_norm(
         bias: [N], or None for 0.
         eps: added inside the root.
         residual: like x; then h = x + residual, rounded to x.dtype, is what is normalised.
+        weight_offset: 1.0 for models that store weight - 1 (Nemotron).
+        add: like x; added to the norm, which is rounded to x.dtype first.
+        out: like x, rows contiguous at any distance, takes y; may be x, residual or add itself.
 
     Returns:
-        y like x, contiguous; with residual the pair (y, h).
+        y like x, contiguous; with residual the pair (y, h); `out` in the place of y if given.
 
     Raises:
-        ValueError: weight, bias or residual do not fit x, or N is above 65536.
+        ValueError: weight, bias, residual, add or out do not fit x, or N is above 65536.
 
     Numerics:
         Mean, then the squares of what is left, all in float32; one rounding at the end.
 
     Source: https://arxiv.org/abs/1607.06450
     """
-    check_norm(x, weight, bias, residual)
+    check_norm(x, weight, bias, residual, add)
+    y = rows_output(out, x, (x, residual, add))
     if not backend.runs_triton(x):
-        return layer_norm_ref(x, weight, bias, eps, residual=residual)
+        options: dict[str, Any] = {"weight_offset": weight_offset, "add": add, "out": y}
+        return layer_norm_ref(x, weight, bias, eps, residual=residual, **options)
     rows = as_rows(x)
     M, N = rows.shape
-    y = x.new_empty(x.shape)
     h, res = (None, None) if residual is None else (x.new_empty(x.shape), as_rows(residual))
+    added = None if add is None else as_rows(add)
     if M:
         config = choose(OP, _Key(x.dtype, N))
         launched("layer_norm", rows, res, y, h)
@@ -90,19 +111,31 @@ def layer_norm(
             rows,
             res,
             *unit_strides(weight, bias),
+            added,
             y,
             h,
             N,
             rows.stride(0),
             N if res is None else res.stride(0),
+            N if added is None else added.stride(0),
+            as_rows(y).stride(0),
             eps,
+            weight_offset,
             **config,
         )
     return y if h is None else (y, h)
 
 
 def layer_norm_ref(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    weight_offset: float = 0.0,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The truth of `layer_norm`."""
     h = x if residual is None else x + residual
@@ -110,10 +143,12 @@ def layer_norm_ref(
     n = n - n.mean(-1, keepdim=True)
     y = n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
-        y = y * weight
+        y = y * (weight.to(wide(x)) + weight_offset)
     if bias is not None:
         y = y + bias
     y = y.to(x.dtype)
+    y = y if add is None else y + add
+    y = y if out is None else out.copy_(y)
     return y if residual is None else (y, h)
 
 

@@ -55,6 +55,7 @@ def _matmul_kernel(
     stride_wn,
     stride_wk,
     eps,
+    SCALE: tl.constexpr,
     NORM: tl.constexpr,
     NORM_OFFSET: tl.constexpr,
     ACT: tl.constexpr,
@@ -131,6 +132,8 @@ def _matmul_kernel(
     else:
         acc += load_bias(b0_ptr, b1_ptr, b2_ptr, segment, first + offs_n, N)[None, :]
         acc = activate(acc, ACT)
+    if SCALE != 1.0:
+        acc *= SCALE
     offs_y = row * N_total + column + first + (offs_m[:, None] * N_total + offs_n[None, :])
     mask = mask_m[:, None] & mask_n[None, :]
     if residual_ptr is not None:
@@ -147,9 +150,10 @@ def matmul(
     gated: bool = False,
     residual: Tensor | None = None,
     norm: Norm | None = None,
+    scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y = act(norm(x) · weightᵀ + bias) + residual.
+    """y = scale · act(norm(x) · weightᵀ + bias) + residual.
 
     Args:
         x: [..., K] float16|bfloat16|float32, any strides; copied if its rows are not contiguous.
@@ -161,6 +165,7 @@ def matmul(
         norm: a `Norm` of the rows of x, done in the same launch by each tile. On a CPU 1.0 to 1.3 times as
             fast as two launches for up to 64 rows or 200 outputs; beyond, where it is 0.86 to 1.1, normalise
             first.
+        scale: factor of everything but the residual (Granite).
         out: contiguous memory for y; may be the residual itself and overlaps no other argument.
 
     Returns:
@@ -181,7 +186,8 @@ def matmul(
     outputs = sizes[:1] if gated else sizes
     y = output(out, x, sum(outputs), (x, *weights, *biases, *norm_tensors[:2]), residual)
     if not backend.runs_triton(x):
-        return y.copy_(linear_ref(normalise_ref(x, norm), weights, biases, act, gated, residual))
+        options: dict[str, Any] = {"act": act, "gated": gated, "residual": residual, "norm": norm}
+        return matmul_ref(x, weights, biases, **options, scale=scale, out=y)
     if y.numel() == 0:
         return y
     rows = as_rows(x)
@@ -191,7 +197,7 @@ def matmul(
     config = choose(OP, _Key(x.dtype, bucket, sizes[0], K, gated, norm is not None))
     tiles = -(-M // config["BLOCK_M"]) * sum(-(-n // config["BLOCK_N"]) for n in outputs)
     pointers = (rows, *norm_tensors[:2], *pad_to_three(weights), *pad_to_three(biases), residual, y)
-    scalars = (M, *pad_to_three(sizes), K, rows.stride(0), *weights[0].stride(), norm_tensors[2])
+    scalars = (M, *pad_to_three(sizes), K, rows.stride(0), *weights[0].stride(), norm_tensors[2], scale)
     launched("matmul", *pointers)
     _matmul_kernel[(tiles,)](*pointers, *scalars, *norm_constants, act, gated, **config)
     return y
@@ -206,10 +212,13 @@ def matmul_ref(
     gated: bool = False,
     residual: Tensor | None = None,
     norm: Norm | None = None,
+    scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """The truth of `matmul`."""
-    y = linear_ref(normalise_ref(x, norm), weight, bias, act, gated, residual)
+    y = linear_ref(normalise_ref(x, norm), weight, bias, act, gated, None)
+    y = y if scale == 1.0 else y * scale
+    y = y if residual is None else y + residual
     return y if out is None else out.copy_(y)
 
 

@@ -14,7 +14,7 @@ class Norm(NamedTuple):
     """What a product does with the rows of x before it multiplies: `rms_norm` or `layer_norm`.
 
     weight: [K], or None for 1 (layer). bias: [K] or None (layer). eps: added inside the root.
-    kind: "rms" or "layer". weight_offset, cast: as in `rms_norm` (rms).
+    kind: "rms" or "layer". weight_offset: added to the weight. cast: as in `rms_norm` (rms).
     """
 
     weight: Tensor | None
@@ -75,7 +75,7 @@ def normalise(
     if NORM == "layer":
         y = (x - mean) * rstd
         if weight_ptr is not None:
-            y *= tl.load(weight_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+            y *= tl.load(weight_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32) + WEIGHT_OFFSET
         if bias_ptr is not None:
             y += tl.load(bias_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
     else:
@@ -109,7 +109,13 @@ def normalise_row(
     return normalise(row, mean, rstd, weight_ptr, bias_ptr, offs_k, mask_k, NORM, WEIGHT_OFFSET, DTYPE)
 
 
-def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+def check_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    add: Tensor | None = None,
+) -> None:
     """Refuse arguments of a normalisation that do not fit the rows of x."""
     N = x.shape[-1]
     for name, value in (("weight", weight), ("bias", bias)):
@@ -118,11 +124,12 @@ def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: 
                 f"{name} has shape {tuple(value.shape)} - allowed: ({N},), the last size of x - "
                 f"pass the {name} of this norm"
             )
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(
-            f"residual is {tuple(residual.shape)} {residual.dtype} - allowed: {tuple(x.shape)} {x.dtype}, "
-            "as x is - expand or convert it"
-        )
+    for name, value in (("residual", residual), ("add", add)):
+        if value is not None and (value.shape != x.shape or value.dtype != x.dtype):
+            raise ValueError(
+                f"{name} is {tuple(value.shape)} {value.dtype} - allowed: {tuple(x.shape)} {x.dtype}, "
+                "as x is - expand or convert it"
+            )
 
 
 def check_cast(cast: str) -> None:
@@ -142,13 +149,13 @@ def norm_options(x: Tensor, norm: Norm | None) -> tuple[tuple[Any, Any, float], 
             f"norm of kind 'rms' has {'no weight' if norm.weight is None else 'a bias'} - allowed: a weight "
             "and no bias - pass kind='layer' or change it"
         )
-    if norm.kind == "layer" and (norm.weight_offset or norm.cast != "input"):
+    if norm.kind == "layer" and (norm.cast != "input" or (norm.weight_offset and norm.weight is None)):
         raise ValueError(
-            f"norm of kind 'layer' has weight_offset={norm.weight_offset}, cast={norm.cast!r} - allowed: "
-            "neither - pass kind='rms' or leave them out"
+            f"norm of kind 'layer' has weight_offset={norm.weight_offset}, cast={norm.cast!r} - allowed: an "
+            "offset of a weight, no cast - pass kind='rms' or leave them out"
         )
     check_cast(norm.cast)
-    check_norm(x, norm.weight, norm.bias, None)
+    check_norm(x, norm.weight, norm.bias)
     weight, bias = unit_strides(norm.weight, norm.bias)
     return (weight, bias, norm.eps), (norm.mode, norm.weight_offset)
 
@@ -160,6 +167,7 @@ def normalise_ref(x: Tensor, norm: Norm | None) -> Tensor:
     n = x if x.dtype == torch.float64 else x.float()
     if norm.kind == "layer":
         weight, bias = (None if v is None else v.to(n.dtype) for v in (norm.weight, norm.bias))
+        weight = weight if weight is None else weight + norm.weight_offset
         return torch.nn.functional.layer_norm(n, n.shape[-1:], weight, bias, norm.eps).to(x.dtype)
     assert norm.weight is not None
     n = n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + norm.eps)

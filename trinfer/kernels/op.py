@@ -126,6 +126,30 @@ def output_of(
     return out
 
 
+def rows_output(out: Tensor | None, x: Tensor, read: tuple[Tensor | None, ...]) -> Tensor:
+    """`out`, or new memory, for a result like x whose rows may lie at any distance.
+
+    Refuses an `out` that is not like x or has rows with gaps, and one that overlaps a tensor of `read` other
+    than entry by entry.
+    """
+    if out is None:
+        return x.new_empty(x.shape)
+    rows = as_rows(out) if out.stride(-1) == 1 else out.contiguous()
+    overlaps = len(rows) > 1 and rows.stride(0) < rows.shape[1]
+    if out.shape != x.shape or out.dtype != x.dtype or rows.data_ptr() != out.data_ptr() or overlaps:
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} with strides {out.stride()} - allowed: {tuple(x.shape)} "
+            f"{x.dtype}, rows without gaps at one distance - make it with torch.empty_like(x)"
+        )
+    place = out.data_ptr(), out.stride()
+    if any(t is not None and (t.data_ptr(), t.stride()) != place and _overlap(out, t) for t in read):
+        raise ValueError(
+            "out shares memory with an argument - allowed: memory of its own, or that of an argument, entry "
+            "by entry - pass another tensor"
+        )
+    return out
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """True if the addresses of two tensors, gaps included, overlap."""
     (first_a, last_a), (first_b, last_b) = _addresses(a), _addresses(b)

@@ -10,7 +10,7 @@ from torch import Tensor
 from trinfer import backend
 from trinfer.autotune import Config, choose
 from trinfer.kernels.norm_elements import check_cast, check_norm
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, unit_stride, wide
+from trinfer.kernels.op import Op, as_rows, launched, nbytes, rows_output, unit_stride, wide
 
 
 class _Key(NamedTuple):
@@ -23,11 +23,14 @@ def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
+    add_ptr,
     y_ptr,
     h_ptr,
     N,
     stride_xm,
     stride_rm,
+    stride_am,
+    stride_ym,
     eps,
     WEIGHT_OFFSET: tl.constexpr,
     CASTS_BEFORE_WEIGHT: tl.constexpr,
@@ -48,7 +51,12 @@ def _rms_norm_kernel(
     if CASTS_BEFORE_WEIGHT:
         y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
     w = tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) + WEIGHT_OFFSET
-    tl.store(y_ptr + pid_m * N + offs_n, (y * w).to(y_ptr.dtype.element_ty), mask=mask_n)
+    y *= w
+    if add_ptr is not None:
+        # rounded as the tensor that a model adds
+        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        y += tl.load(add_ptr + pid_m * stride_am + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    tl.store(y_ptr + pid_m * stride_ym + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
 def rms_norm(
@@ -59,8 +67,10 @@ def rms_norm(
     residual: Tensor | None = None,
     weight_offset: float = 0.0,
     cast: str = "input",
+    add: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """y = x / sqrt(mean(x², last) + eps) · (weight + weight_offset).
+    """y = x / sqrt(mean(x², last) + eps) · (weight + weight_offset) + add.
 
     Args:
         x: [..., N] float16|bfloat16|float32, any strides; copied if its rows are not contiguous.
@@ -69,26 +79,30 @@ def rms_norm(
         residual: like x; then h = x + residual, rounded to x.dtype, is what is normalised.
         weight_offset: 1.0 for models that store weight - 1 (Gemma).
         cast: "input" rounds to x.dtype before the weight (Llama, T5), "float32" only after it (Gemma, OLMo2).
+        add: like x; added to the norm, which is rounded to x.dtype first.
+        out: like x, rows contiguous at any distance, takes y; may be x, residual or add itself.
 
     Returns:
-        y like x, contiguous; with residual the pair (y, h).
+        y like x, contiguous; with residual the pair (y, h); `out` in the place of y if given.
 
     Raises:
-        ValueError: weight or residual do not fit x, N is above 65536, cast is unknown.
+        ValueError: weight, residual, add or out do not fit x, N is above 65536, cast is unknown.
 
     Numerics:
         Sum of squares, root and product in float32.
 
     Source: https://arxiv.org/abs/1910.07467
     """
-    check_norm(x, weight, None, residual)
+    check_norm(x, weight, None, residual, add)
     check_cast(cast)
+    y = rows_output(out, x, (x, residual, add))
     if not backend.runs_triton(x):
-        return rms_norm_ref(x, weight, eps, residual=residual, weight_offset=weight_offset, cast=cast)
+        options: dict[str, Any] = {"weight_offset": weight_offset, "cast": cast, "add": add, "out": y}
+        return rms_norm_ref(x, weight, eps, residual=residual, **options)
     rows = as_rows(x)
     M, N = rows.shape
-    y = x.new_empty(x.shape)
     h, res = (None, None) if residual is None else (x.new_empty(x.shape), as_rows(residual))
+    added = None if add is None else as_rows(add)
     if M:
         config = choose(OP, _Key(x.dtype, N))
         launched("rms_norm", rows, res, y, h)
@@ -96,11 +110,14 @@ def rms_norm(
             rows,
             res,
             unit_stride(weight),
+            added,
             y,
             h,
             N,
             rows.stride(0),
             N if res is None else res.stride(0),
+            N if added is None else added.stride(0),
+            as_rows(y).stride(0),
             eps,
             weight_offset,
             cast == "input",
@@ -117,6 +134,8 @@ def rms_norm_ref(
     residual: Tensor | None = None,
     weight_offset: float = 0.0,
     cast: str = "input",
+    add: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The truth of `rms_norm`."""
     h = x if residual is None else x + residual
@@ -125,6 +144,8 @@ def rms_norm_ref(
     if cast == "input":
         n = n.to(x.dtype)
     y = (n * (weight.to(wide(x)) + weight_offset)).to(x.dtype)
+    y = y if add is None else y + add
+    y = y if out is None else out.copy_(y)
     return y if residual is None else (y, h)
 
 

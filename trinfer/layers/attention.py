@@ -1,16 +1,30 @@
 """Attention: the forwards bound onto attention modules, and the function registered with transformers."""
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trinfer.compat import cache_argument
+from trinfer.compat import cache_argument, kernel_window, rotary_argument, wants_attentions
 from trinfer.kernels.attention import attention
 from trinfer.kernels.decode_attention import decode_attention
 from trinfer.kernels.rotary import rotary
+from trinfer.kernels.scores import alibi_slopes
 from trinfer.layers import records
 from trinfer.layers.linear import product, segments
+from trinfer.layers.norm import norm_of, normalise
+
+
+class Scores(NamedTuple):
+    """How scores are made of queries and keys, beside the mask: the options of both attention kernels."""
+
+    sm_scale: float
+    is_causal: bool
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
 
 
 def decoder_attention_forward(
@@ -31,6 +45,13 @@ def encoder_attention_forward(
     return _layer(self, hidden_states, None, attention_mask, kwargs)
 
 
+def residual_attention_forward(
+    self: Any, hidden_states: Tensor, residual: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Forward of an attention module that adds the residual of its layer."""
+    return _layer(self, hidden_states, None, attention_mask, kwargs, residual)
+
+
 def attention_function(
     module: nn.Module,
     query: Tensor,
@@ -40,6 +61,9 @@ def attention_function(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of modules that keep their own forward, called by transformers' attention interface.
@@ -48,58 +72,42 @@ def attention_function(
         query: [B, H, M, D], any strides.
         key, value: [B, G, N, D], not repeated for grouped heads.
         attention_mask: what `mask_function` returned, or the caller's own 4-D mask.
+        s_aux: [H], a logit per head that takes its share of the softmax (gpt-oss).
+        position_bias: [1 or B, H, M, N], added to the scores (T5).
 
     Returns:
         [B, M, H, D], and the probabilities if they were asked for.
-
-    Raises:
-        NotImplementedError: a score transformation that the attention kernel does not know.
     """
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if unknown:
-        raise NotImplementedError(
-            f"{type(module).__name__} asks for attention with {', '.join(unknown)}; the attention kernel "
-            "knows scaling, sliding_window and masks; use replace_with_kernel_inject=False for this model"
-        )
-    return attend(
-        query,
-        key,
-        value,
-        attention_mask,
-        sm_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-        window=sliding_window,
-        with_weights=asks_for_weights(module, kwargs),
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scores = Scores(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        is_causal,
+        kernel_window(sliding_window, is_causal),
+        softcap,
+        s_aux,
     )
+    if position_bias is not None:
+        sizes = (query.shape[2], key.shape[2])
+        attention_mask = _with_bias(position_bias, attention_mask, *sizes, scores.is_causal)
+    return attend(query, key, value, attention_mask, scores, with_weights=wants_attentions(module, kwargs))
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    sm_scale: float,
-    is_causal: bool,
-    window: int | None,
-    with_weights: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, *, with_weights: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """One of the two attention kernels, by the number of queries and the kind of mask; [B, M, H, D]."""
     kv_range, bias = (None, mask) if mask is not None and mask.dim() == 4 else (mask, None)
     if bias is not None:
         # a 4-D mask is complete by transformers' contract: it holds causality and window as well
-        is_causal, window = False, None
+        scores = scores._replace(is_causal=False, window=None)
         bias = bias if bias.is_floating_point() else bias.to(torch.bool)
     if with_weights:
-        return _with_weights(q, k, v, sm_scale, is_causal, window, kv_range, bias)
-    if q.shape[2] == 1 and (is_causal or window is None):
-        return decode_attention(q, k, v, sm_scale=sm_scale, window=window, kv_range=kv_range, bias=bias), None
-    return (
-        attention(
-            q, k, v, sm_scale=sm_scale, is_causal=is_causal, window=window, kv_range=kv_range, bias=bias
-        ),
-        None,
-    )
+        return _with_weights(q, k, v, scores, kv_range, bias)
+    options = scores._asdict() | {"kv_range": kv_range, "bias": bias}
+    if q.shape[2] == 1 and (scores.is_causal or scores.window is None):
+        del options["is_causal"]
+        return decode_attention(q, k, v, **options), None
+    return attention(q, k, v, **options), None
 
 
 def _layer(
@@ -108,70 +116,157 @@ def _layer(
     position_embeddings: tuple[Tensor, Tensor] | None,
     attention_mask: Tensor | None,
     kwargs: dict[str, Any],
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     names = self._trinfer
-    weights, biases = segments(self, (names.query, names.key, names.value))
-    qkv = product(hidden_states, weights, biases)
-    widths = [weight.shape[0] for weight in weights]
-    q, k, v = (part.unflatten(-1, (-1, names.head_dim)).transpose(1, 2) for part in qkv.split(widths, -1))
-    cache, with_weights = cache_argument(kwargs), asks_for_weights(self, kwargs)
-    out, probabilities = attend_heads(
-        self, names, q, k, v, position_embeddings, attention_mask, cache, with_weights
-    )
-    return (product(out, *segments(self, (names.out,))) if names.out else out), probabilities
+    qkv = product(hidden_states, *segments(self, projections(names), names.transposed))
+    out, probabilities = attend_heads(self, names, qkv, position_embeddings, attention_mask, kwargs)
+    if names.out:
+        out = product(out, *segments(self, (names.out,), names.transposed), residual=residual)
+    return out, probabilities
+
+
+def projections(names: records.Attention) -> tuple[str, ...]:
+    """The linears whose outputs, side by side, are queries, keys and values."""
+    return (names.qkv,) if names.qkv else (names.query, names.key, names.value)
 
 
 def attend_heads(
     owner: Any,
-    names: records.Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    names: Any,
+    qkv: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
-    cache: Any,
-    with_weights: bool = False,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotation, cache and attention of the attention module `owner`; [B, M, H · D], and the probabilities."""
-    if position_embeddings is not None and names.rotary != "none":
-        q, k = rotary(q, k, *position_embeddings, interleaved=names.rotary == "interleaved")
+    """What the attention module `owner` makes of its projections [B, M, width]: norms, rotation, attention.
+
+    Returns:
+        [B, M, H · D], and the probabilities if they were asked for.
+    """
+    q, k, v = (x.flatten(2, -2) for x in split_heads(qkv, names))
+    if names.qk_norm == "width":
+        q, k = (
+            normalise(x.flatten(2), norm_of(getattr(owner, name), names.norm)).unflatten(-1, x.shape[2:])
+            for name, x in ((names.query_norm, q), (names.key_norm, k))
+        )
+    elif names.qk_norm == "head":
+        q = normalise(q, norm_of(getattr(owner, names.query_norm), names.norm))
+        k = normalise(k, norm_of(getattr(owner, names.key_norm), names.norm))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if names.rotary != "none":
+        table = rotary_table(names, *rotary_argument(owner, position_embeddings, kwargs))
+        q, k = rotary(q, k, *table, interleaved=names.rotary == "interleaved")
+    cache = cache_argument(kwargs)
     if cache is not None:
-        k, v = cache.update(k, v, owner.layer_idx)
-    out, probabilities = attend(
-        q,
-        k,
-        v,
-        mask,
-        sm_scale=names.sm_scale,
-        is_causal=names.is_causal,
-        window=names.window,
-        with_weights=with_weights,
-    )
+        k, v = cache.update(k, v, names.layer)
+    mask, alibi = _mask_and_alibi(names, attention_mask, kwargs.get("alibi"), q, k)
+    sinks = getattr(owner, names.sinks) if names.sinks else None
+    scores = Scores(names.sm_scale, names.is_causal, names.window, names.softcap, sinks, alibi)
+    out, probabilities = attend(q, k, v, mask, scores, with_weights=wants_attentions(owner, kwargs))
     return out.flatten(2), probabilities
 
 
-def asks_for_weights(module: Any, kwargs: dict[str, Any]) -> bool:
-    """True if this call of an attention module must return its probabilities."""
-    return bool(kwargs.get("output_attentions", getattr(module.config, "output_attentions", False)))
+def split_heads(qkv: Tensor, names: records.Attention) -> tuple[Tensor, ...]:
+    """Queries, keys and values in projections [B, M, width], each [B, M, heads, D]; views.
+
+    Heads that do not lie evenly in memory come in two dimensions, whose product counts them.
+    """
+    return _SPLITS[names.qkv_layout](qkv, names)
 
 
-def _with_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sm_scale: float,
-    is_causal: bool,
-    window: int | None,
-    kv_range: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Attention in torch, for the calls that want its probabilities: a kernel never holds them all."""
-    group, (M, N) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * sm_scale
-    key = torch.arange(N, device=q.device)
-    distance = torch.arange(N - M, N, device=q.device)[:, None] - key
-    allowed = torch.ones(1, 1, M, N, dtype=torch.bool, device=q.device)
+def _split_concat(qkv: Tensor, names: Any) -> tuple[Tensor, ...]:
+    G = names.num_kv_heads
+    return qkv.unflatten(-1, (-1, names.head_dim)).split((names.num_heads, G, G), 2)
+
+
+def _split_heads(qkv: Tensor, names: Any) -> tuple[Tensor, ...]:
+    return qkv.unflatten(-1, (names.num_heads, 3, names.head_dim)).unbind(3)
+
+
+def _split_groups(qkv: Tensor, names: Any) -> tuple[Tensor, ...]:
+    if names.num_kv_heads == 1:
+        return _split_concat(qkv, names)
+    groups = qkv.unflatten(-1, (names.num_kv_heads, -1, names.head_dim))
+    return groups[:, :, :, :-2], groups[:, :, :, -2], groups[:, :, :, -1]
+
+
+def _split_shards(qkv: Tensor, names: Any) -> tuple[Tensor, ...]:
+    q, v, k = qkv.unflatten(-1, (4, 3, -1, names.head_dim)).unbind(3)
+    return q, k, v
+
+
+# where queries, keys and values lie in a projection, by its layout
+_SPLITS = {
+    "concat": _split_concat,
+    "heads": _split_heads,
+    "groups": _split_groups,
+    "shards": _split_shards,
+}
+
+
+def rotary_table(names: records.Attention, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The model's own rotary table as the kernels read it."""
+    if names.rotary_layout == "sines_first":
+        return second.repeat_interleave(2, -1), first.repeat_interleave(2, -1)
+    if names.rotary == "interleaved" and names.rotary_layout == "halves":
+        half = first.shape[-1] // 2
+        return first[..., :half].repeat_interleave(2, -1), second[..., :half].repeat_interleave(2, -1)
+    return first, second
+
+
+def _mask_and_alibi(
+    names: Any, mask: Tensor | None, bias: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask as `attend` takes it, and the slopes that the kernels turn into a bias by distance.
+
+    Args:
+        mask: what the layer was handed.
+        bias: the model's own ALiBi [B · H, 1, N], where it makes one.
+    """
+    if names.mask_is_inverted and mask is not None:
+        mask = ~mask
+    if names.alibi == "none":
+        return mask, None
+    if mask is not None and mask.dim() == 4 and bias is not None:
+        if names.alibi == "plain":
+            # distances count the tokens that a mask leaves, which only the model's own bias knows
+            whole = bias.unflatten(0, (-1, names.num_heads)).expand(-1, -1, q.shape[2], -1)
+            mask = _with_bias(whole, mask, q.shape[2], k.shape[2], names.is_causal)
+        return mask, None
+    return mask, slopes(names, q.device)
+
+
+def slopes(names: records.Attention, device: torch.device) -> Tensor | None:
+    """[H] float32, what scores lose for each step between query and key; None without ALiBi."""
+    if names.alibi == "none":
+        return None
+    return _alibi(names.num_heads, names.sm_scale if names.alibi == "scaled" else 1.0, device)
+
+
+@functools.lru_cache
+def _alibi(num_heads: int, factor: float, device: torch.device) -> Tensor:
+    return (alibi_slopes(num_heads) * factor).to(device)
+
+
+def _with_bias(bias: Tensor, mask: Tensor | None, M: int, N: int, is_causal: bool) -> Tensor:
+    """A bias of the scores with the mask in it, as one 4-D mask."""
+    bias = bias[:, :, -M:, :N]
+    if mask is not None and mask.dim() == 4 and mask.is_floating_point():
+        return bias + mask
+    allowed = mask.to(torch.bool) if mask is not None and mask.dim() == 4 else None
+    if allowed is None:
+        allowed = allowed_keys(M, N, is_causal, None, mask, bias.device)
+    return bias.masked_fill(~allowed, torch.finfo(bias.dtype).min)
+
+
+def allowed_keys(
+    M: int, N: int, is_causal: bool, window: int | None, kv_range: Tensor | None, device: torch.device
+) -> Tensor:
+    """What queries may see, bool [B or 1, 1, M, N]."""
+    key = torch.arange(N, device=device)
+    distance = torch.arange(N - M, N, device=device)[:, None] - key
+    allowed = torch.ones(1, 1, M, N, dtype=torch.bool, device=device)
     if is_causal:
         allowed = allowed & (distance >= 0)
     if window is not None:
@@ -179,7 +274,26 @@ def _with_weights(
     if kv_range is not None:
         start, end = kv_range[:, 0, None], kv_range[:, 1, None]
         allowed = allowed & ((key >= start) & (key < end))[:, None, None, :]
+    return allowed
+
+
+def _with_weights(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, kv_range: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention in torch, for the calls that want its probabilities: a kernel never holds them all."""
+    group, (M, N) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = (q @ k.transpose(-1, -2)).float() * scores.sm_scale
+    if scores.softcap is not None:
+        logits = (logits / scores.softcap).tanh() * scores.softcap
+    if scores.alibi is not None:
+        logits = logits + scores.alibi[:, None, None] * torch.arange(1 - N, 1, device=q.device)
+    allowed = allowed_keys(M, N, scores.is_causal, scores.window, kv_range, q.device)
     if bias is not None:
-        allowed, scores = (allowed & bias, scores) if bias.dtype == torch.bool else (allowed, scores + bias)
-    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1).masked_fill(~allowed, 0).to(q.dtype)
+        allowed, logits = (allowed & bias, logits) if bias.dtype == torch.bool else (allowed, logits + bias)
+    logits = logits.masked_fill(~allowed, float("-inf"))
+    if scores.sinks is not None:
+        sinks = scores.sinks.float()[None, :, None, None].expand(q.shape[0], -1, M, 1)
+        logits = torch.cat((logits, sinks), -1)
+    weights = logits.softmax(-1)[..., :N].masked_fill(~allowed, 0).to(q.dtype)
     return (weights @ v).transpose(1, 2).contiguous(), weights

@@ -8,48 +8,64 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from trinfer.compat import cache_argument, has_user_hooks
+from trinfer.compat import has_user_hooks, wants_attentions
 from trinfer.kernels.norm_elements import Norm
 from trinfer.layers import records
-from trinfer.layers.attention import asks_for_weights, attend_heads
-from trinfer.layers.linear import Biases, Segments, product, segments
-from trinfer.layers.norm import normalise
+from trinfer.layers.attention import attend_heads, projections, slopes, split_heads
+from trinfer.layers.linear import NORM_ROWS, Biases, Segments, halves, product, segments, sum_of_products
+from trinfer.layers.norm import norm_of, normalise
 
 Attend = Callable[[Tensor], Tensor]
+Linear = tuple[Segments, Biases]
 
 
 class Parameters(NamedTuple):
     """The tensors of a layer in the places that its record names: views, never copies."""
 
     record: records.Block
-    qkv: tuple[Segments, Biases]
-    out: tuple[Segments, Biases]
-    up: tuple[Segments, Biases]
-    down: tuple[Segments, Biases]
-    attention_norm: Norm
-    mlp_norm: Norm
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
+    attention_out_norm: Norm | None
+    mlp_out_norm: Norm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    sinks: Tensor | None
+    slopes: Tensor | None
 
 
 def parameters(layer: nn.Module, record: records.Block) -> Parameters:
     """Look up what `record` names in `layer`."""
+    owner: Any = attrgetter(record.owner)(layer)
     heads, mlp = record.attention, record.mlp
-    ups = (mlp.gate, mlp.up) if mlp.gate else (mlp.up,)
+    if mlp.gate_up:
+        ups = halves(attrgetter(mlp.gate_up)(layer))
+    else:
+        ups = segments(layer, (mlp.gate, mlp.up) if mlp.gate else (mlp.up,), mlp.transposed)
+    qkv = segments(owner, projections(heads), heads.transposed)
     return Parameters(
         record,
-        segments(layer, (heads.query, heads.key, heads.value)),
-        segments(layer, (heads.out,)),
-        segments(layer, ups, mlp.transposed),
+        qkv,
+        segments(layer, (record.out,), heads.transposed),
+        ups,
         segments(layer, (mlp.down,), mlp.transposed),
         norm_at(layer, record.attention_norm),
         norm_at(layer, record.mlp_norm),
+        norm_at(layer, record.attention_out_norm),
+        norm_at(layer, record.mlp_out_norm),
+        norm_of(getattr(owner, heads.query_norm), heads.norm) if heads.norm else None,
+        norm_of(getattr(owner, heads.key_norm), heads.norm) if heads.norm else None,
+        getattr(owner, heads.sinks) if heads.sinks else None,
+        slopes(heads, qkv[0][0].device),
     )
 
 
-def norm_at(owner: nn.Module, place: records.Place) -> Norm:
+def norm_at(owner: nn.Module, place: records.Place | None) -> Norm | None:
     """The norm at a place below `owner`, as the kernels take it."""
-    module, norm = attrgetter(place.path)(owner), place.norm
-    bias = getattr(module, "bias", None)
-    return Norm(module.weight, bias, norm.eps, norm.kind, norm.offset, norm.cast)
+    return None if place is None else norm_of(attrgetter(place.path)(owner), place.norm)
 
 
 def block(p: Parameters, x: Tensor, attend: Attend, out: Tensor | None = None) -> Tensor:
@@ -62,23 +78,58 @@ def block(p: Parameters, x: Tensor, attend: Attend, out: Tensor | None = None) -
         out: memory for the result; may be x itself.
     """
     mlp, residual = p.record.mlp, p.record.residual
-    is_pre = residual != "post"
-    attended = attend(product(x, *p.qkv, norm=p.attention_norm if is_pre else None))
     if residual == "parallel":
-        inner = product(x, *p.up, act=mlp.act, gated=bool(mlp.gate), norm=p.mlp_norm)
-        return product(inner, *p.down, residual=product(attended, *p.out, residual=x, out=out), out=out)
-    h = product(attended, *p.out, residual=x, out=out)
-    if not is_pre:
-        h = normalise(h, p.attention_norm)
-    inner = product(h, *p.up, act=mlp.act, gated=bool(mlp.gate), norm=p.mlp_norm if is_pre else None)
-    h = product(inner, *p.down, residual=h, out=out if is_pre else None)
-    return h if is_pre else normalise(h, p.mlp_norm)
+        return _parallel(p, x, attend, out)
+    is_pre = residual == "pre"
+    attended = attend(product(x, *p.qkv, norm=p.attention_norm if is_pre else None))
+    h = _add(p, attended, p.out, p.attention_out_norm, x, out)
+    if not is_pre and p.attention_norm:
+        h = normalise(h, p.attention_norm, out=h)
+    inner = product(h, *p.up, act=mlp.act, gated=len(p.up[0]) > 1, norm=p.mlp_norm if is_pre else None)
+    h = _add(p, inner, p.down, p.mlp_out_norm, h, out)
+    return normalise(h, p.mlp_norm, out=h) if p.mlp_norm and not is_pre else h
 
 
-def split_heads(qkv: Tensor, heads: records.Attention, weights: Segments) -> tuple[Tensor, ...]:
-    """Queries [B, H, M, D], keys and values [B, G, M, D] of a product [B, M, outputs]; views."""
-    parts = qkv.split([weight.shape[0] for weight in weights], -1)
-    return tuple([part.unflatten(-1, (-1, heads.head_dim)).transpose(1, 2) for part in parts])
+def _parallel(p: Parameters, x: Tensor, attend: Attend, out: Tensor | None) -> Tensor:
+    """x + attention(norm(x)) + MLP(norm(x))."""
+    norm, mlp_norm, n = p.attention_norm, p.mlp_norm, x
+    is_one = p.record.attention_norm == p.record.mlp_norm
+    if norm and is_one and x.shape[:-1].numel() > NORM_ROWS:
+        n, norm, mlp_norm = normalise(x, norm), None, None
+    attended = attend(product(n, *p.qkv, norm=norm))
+    inner = product(n, *p.up, act=p.record.mlp.act, gated=len(p.up[0]) > 1, norm=mlp_norm)
+    return sum_of_products(attended, p.out, inner, p.down, x, out)
+
+
+def _add(
+    p: Parameters, x: Tensor, linear: Linear, norm: Norm | None, residual: Tensor, out: Tensor | None
+) -> Tensor:
+    """What closes half a layer: a product of x, its norm if it has one, and the residual."""
+    if norm is None:
+        return product(x, *linear, residual=residual, scale=p.record.residual_scale, out=out)
+    return normalise(product(x, *linear), norm, add=residual, out=out)
+
+
+def score_options(p: Parameters) -> dict[str, Any]:
+    """How the layer makes scores, for both attention kernels."""
+    heads = p.record.attention
+    options = {"sm_scale": heads.sm_scale, "window": heads.window, "softcap": heads.softcap}
+    return options | {"alibi": p.slopes, "sinks": p.sinks}
+
+
+def heads_of(p: Parameters, qkv: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values [B, heads, M, D] of a product [B, M, width]; views (see `split_heads`)."""
+    q, k, v = split_heads(qkv, p.record.attention)
+    if p.record.attention.qk_norm == "width":
+        for x, norm in ((q.flatten(2), p.query_norm), (k.flatten(2), p.key_norm)):
+            assert norm is not None
+            normalise(x, norm, out=x)
+    return tuple(x.movedim(1, -2) for x in (q, k, v))
+
+
+def even_heads(x: Tensor) -> Tensor:
+    """Heads in one dimension; a copy if they come in two."""
+    return x.flatten(1, 2) if x.dim() > 4 else x
 
 
 def block_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -91,19 +142,18 @@ def block_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     names: records.Block = self._trinfer
     owner = attrgetter(names.owner)(self)
     if (
-        asks_for_weights(owner, given)
+        wants_attentions(owner, given)
         or given.get("encoder_hidden_states") is not None
         or has_user_hooks(self)
     ):
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    p = parameters(self, names)
 
     def attend(qkv: Tensor) -> Tensor:
-        q, k, v = split_heads(qkv, names.attention, p.qkv[0])
         turn, mask = given.get("position_embeddings"), given.get("attention_mask")
-        return attend_heads(owner, names.attention, q, k, v, turn, mask, cache_argument(given))[0]
+        return attend_heads(owner, names.attention, qkv, turn, mask, given)[0]
 
-    return block(p, hidden_states, attend)
+    states = block(parameters(self, names), hidden_states, attend)
+    return (states, None) if names.gives_tuple else states
 
 
 @functools.cache

@@ -5,15 +5,27 @@ from typing import Any, cast
 from torch import Tensor
 
 from trinfer.kernels.layer_norm import layer_norm
-from trinfer.layers.linear import product, segments
+from trinfer.layers.linear import halves, product, segments
 
 
 def mlp_forward(self: Any, x: Tensor) -> Tensor:
     """down(act(gate(x)) · up(x)) in two launches; the layer itself adds the residual."""
+    return _mlp(self, x, None)
+
+
+def residual_mlp_forward(self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
+    """Forward of an MLP that adds the residual of its layer."""
+    return _mlp(self, hidden_states, residual)
+
+
+def _mlp(self: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     names = self._trinfer
-    ups = (names.gate, names.up) if names.gate else (names.up,)
-    h = product(x, *segments(self, ups, names.transposed), act=names.act, gated=bool(names.gate))
-    return product(h, *segments(self, (names.down,), names.transposed))
+    if names.gate_up:
+        ups = halves(getattr(self, names.gate_up))
+    else:
+        ups = segments(self, (names.gate, names.up) if names.gate else (names.up,), names.transposed)
+    h = product(x, *ups, act=names.act, gated=bool(names.gate or names.gate_up))
+    return product(h, *segments(self, (names.down,), names.transposed), residual=residual)
 
 
 def dense_act_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -23,8 +35,10 @@ def dense_act_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def dense_add_norm_forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    """norm(dense(x) + input_tensor), the close of a post-norm half layer, in two launches."""
+    """norm(dense(x) + input_tensor), the close of a half layer, in one launch or two."""
     names = self._trinfer
     h = product(hidden_states, *segments(self, (names.dense,)), residual=input_tensor)
+    if not names.norm:
+        return h
     norm = getattr(self, names.norm)
     return cast(Tensor, layer_norm(h, norm.weight, norm.bias, names.eps))

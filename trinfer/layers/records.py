@@ -37,13 +37,17 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(act(gate(x)) · up(x)), or down(act(up(x))) where `gate` is empty."""
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) where both `gate` and `gate_up` are empty.
+
+    `gate_up` is one linear that holds the outputs of gate, then those of up.
+    """
 
     gate: str
     up: str
     down: str
     act: str
     transposed: bool = False
+    gate_up: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,26 +60,44 @@ class DenseAct:
 
 @dataclass(frozen=True)
 class DenseAddNorm:
-    """norm(dense(x) + residual)."""
+    """norm(dense(x) + residual); no norm where `norm` is empty."""
 
     dense: str
-    norm: str
-    eps: float
+    norm: str = ""
+    eps: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Projections, rotary embedding, cache and attention of one layer."""
+    """Projections, norms of queries and keys, rotary embedding, cache and attention of one layer.
 
-    query: str
-    key: str
-    value: str
-    out: str
+    Either `query`, `key` and `value` are linears or `qkv` is; names, layouts and flags as in `Arch`.
+    """
+
+    query: str = ""
+    key: str = ""
+    value: str = ""
+    qkv: str = ""
+    qkv_layout: str = "concat"
+    transposed: bool = False
+    out: str = ""
     head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    layer: int | None
     sm_scale: float
     is_causal: bool
-    window: int | None
-    rotary: str
+    window: int | None = None
+    softcap: float | None = None
+    sinks: str = ""
+    alibi: str = "none"
+    rotary: str = "none"
+    rotary_layout: str = "halves"
+    query_norm: str = ""
+    key_norm: str = ""
+    qk_norm: str = "none"
+    norm: Norm | None = None
+    mask_is_inverted: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,38 +108,66 @@ class Place:
     norm: Norm
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Block:
-    """A whole layer; every name in it is a path from the layer.
+    """A whole layer; names in it are paths from the layer, but those in `attention`: these start at `owner`.
 
-    owner: the attention module, which knows its place among the layers.
+    owner: the attention module, to which `out` need not belong.
+    attention_norm, mlp_norm: before the halves, or after the additions where `residual` is "post".
+    attention_out_norm, mlp_out_norm: of what the halves give, before it is added.
     residual: "pre" x + f(norm(x)), "post" norm(x + f(x)), "parallel" x + attention(norm(x)) + MLP(norm(x)).
+    residual_scale: factor of what the halves give.
+    gives_tuple: the layer's own forward returns its states in a tuple.
     """
 
     owner: str
     attention: Attention
+    out: str
     mlp: Mlp
-    attention_norm: Place
-    mlp_norm: Place
+    attention_norm: Place | None
+    mlp_norm: Place | None
+    attention_out_norm: Place | None = None
+    mlp_out_norm: Place | None = None
     residual: str
+    residual_scale: float = 1.0
+    gives_tuple: bool = False
+
+    @property
+    def launches(self) -> int:
+        """Launches for a token: those of five, and one for each norm behind a product."""
+        parallel = self.residual == "parallel"
+        behind = [self.attention_out_norm, self.mlp_out_norm]
+        behind += [self.attention_norm, self.mlp_norm] if self.residual == "post" else []
+        joined = parallel and not any(behind) and self.residual_scale == 1.0
+        return 5 - joined + sum(map(bool, behind)) + 2 * (self.attention.qk_norm == "width")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Decoder:
     """A model that decodes by launches alone: its layers and what is around them; paths from the model.
 
-    Logits are multiplied by `logit_scale`, then become logit_cap · tanh(logits / logit_cap).
+    Where `is_scale_rounded`, the scale of the embedding has the precision of its table. `positions` is a
+    table of which `position_offset` rows stand before the first position. `rotary_kinds` has an entry a
+    layer: what the rotary module wants to be told of it, empty where it takes nothing. Logits are multiplied
+    by `logit_scale`, then become logit_cap · tanh(logits / logit_cap). `max_positions`: what the tables have
+    room for, None if they grow.
     """
 
     embedding: str
     layers: tuple[str, ...]
     blocks: tuple[Block, ...]
-    rotary: str
-    final_norm: Place
-    head: str
+    positions: str = ""
+    position_offset: int = 0
+    embedding_norm: Place | None = None
     embedding_scale: float = 1.0
+    is_scale_rounded: bool = False
+    rotary: str = ""
+    rotary_kinds: tuple[str, ...] = ()
+    final_norm: Place | None
+    head: str
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    max_positions: int | None = None
 
 
 Record = Linear | Norm | Activation | Embedding | Mlp | DenseAct | DenseAddNorm | Attention | Block

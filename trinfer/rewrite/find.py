@@ -8,7 +8,7 @@ from transformers import GenerationMixin
 
 from trinfer.architectures import ARCHITECTURES, Arch
 from trinfer.backend import Backend
-from trinfer.compat import ATTENTION_NAME, attention_implementation, dtype_name
+from trinfer.compat import ATTENTION_NAME, attention_implementation, dtype_name, uses_interface
 from trinfer.config import InferenceConfig
 from trinfer.layers import records
 from trinfer.rewrite import match, whole
@@ -30,7 +30,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
     swaps, kept = find_swaps(model, arch)
     if not swaps:
         raise ValueError(_nothing_found(model, kept))
-    attention = attention_implementation(model) if arch else None
+    attention = _former_attention(model, arch, swaps)
     if attention is not None:
         why = "attention and mask function are registered under this name"
         steps.append(Step("", f"{attention} attention", f"{ATTENTION_NAME} attention", why))
@@ -53,13 +53,34 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
     )
 
 
+def _former_attention(model: nn.Module, arch: Arch | None, swaps: list[Step]) -> str | None:
+    """The attention implementation that trinfer's takes the place of; None if the model keeps its own."""
+    former = attention_implementation(model) if arch else None
+    if former is None or uses_interface(model):
+        return former
+    # its own code makes sense only of its own masks
+    paths = {step.path for step in swaps if isinstance(step.record, records.Attention)}
+    classes = {type(model.get_submodule(path)) for path in paths}
+    stays = any(type(module) in classes and path not in paths for path, module in model.named_modules())
+    inverted = any(row.mask_is_inverted for row in _rows(arch))
+    return None if inverted or stays or not classes else former
+
+
+def _rows(arch: Arch | None) -> Iterator[Arch]:
+    """The row of a model, then that of its decoder."""
+    while arch is not None:
+        yield arch
+        arch = arch.decoder
+
+
 def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Kept]]:
     """Swaps and kept parts: first whole parts that the row names, then every plain torch module left over."""
     swaps: dict[str, Step] = {}
     kept: dict[str, Kept] = {}
     covered: set[str] = set()
-    roles = _roles(model, arch) if arch else {}
-    for path, module, reader, why in _named_by_row(model, arch):
+    roles = {path: role for row in _rows(arch) for path, role in _roles(model, row).items()}
+    named = (part for row in _rows(arch) for part in _named_by_row(model, row))
+    for path, module, reader, why in named:
         refusal = match.obstacle(module) or match.bypassed(module, reader.bypasses)
         found = refusal or reader(module)
         if isinstance(found, str):
@@ -68,12 +89,11 @@ def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Ke
         swaps[path] = Step(path, type(module).__name__, found.text, why, found.forward, found.record)
         if reader.bypasses:
             covered.update(f"{path}.{name}" for name, _ in module.named_modules() if name)
-    for path, module in _layers(model, arch):
-        assert arch is not None
-        found = whole.layer(module, arch)
-        why = f"row {arch.model_type}: whole layer"
+    for path, module, row in _layers(model, arch):
+        found = whole.layer(module, row)
+        why = f"row {row.model_type}: whole layer"
         if isinstance(found, str):
-            kept[path] = Kept(path, type(module).__name__, f"{found}: {_around_the_parts(module, arch)}")
+            kept[path] = Kept(path, type(module).__name__, f"{found}: {_around_the_parts(module, row)}")
         else:
             swaps[path] = Step(path, type(module).__name__, found.text, why, found.forward, found.record)
     for path, was, why in _left_to_the_model(model, arch):
@@ -91,26 +111,24 @@ def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Ke
     return [swaps[path] for path in order if path in swaps], [kept[path] for path in order if path in kept]
 
 
-def _named_by_row(model: nn.Module, arch: Arch | None) -> Iterator[tuple[str, nn.Module, match.Reader, str]]:
-    if arch is None:
-        return
+def _named_by_row(model: nn.Module, arch: Arch) -> Iterator[tuple[str, nn.Module, match.Reader, str]]:
     root = _backbone(model, arch)
     why = f"row {arch.model_type}"
     for layer in _children(model, _join(root, arch.layers)):
         for name, reader in match.readers(arch):
             path = f"{layer}.{name}"
             module = _find(model, path)
-            if module is not None:
+            if module is not None and match.computes(module):
                 yield path, module, reader, f"{why}: {reader.role}"
     final = _join(root, arch.final_norm)
     if arch.final_norm and arch.norms and (module := _find(model, final)) is not None:
         yield final, module, match.norm_reader(arch), f"{why}: final norm"
 
 
-def _layers(model: nn.Module, arch: Arch | None) -> Iterator[tuple[str, nn.Module]]:
-    if arch is not None:
-        for path in _children(model, _join(_backbone(model, arch), arch.layers)):
-            yield path, model.get_submodule(path)
+def _layers(model: nn.Module, arch: Arch | None) -> Iterator[tuple[str, nn.Module, Arch]]:
+    for row in _rows(arch):
+        for path in _children(model, _join(_backbone(model, row), row.layers)):
+            yield path, model.get_submodule(path), row
 
 
 def _decoder(model: nn.Module, arch: Arch | None, swaps: list[Step]) -> records.Decoder | str:
@@ -148,7 +166,7 @@ def _in_pieces(model: nn.Module, swaps: list[Step], why: str) -> list[Step]:
 
 
 def _launches(decoder: records.Decoder) -> str:
-    each = {5 + 2 * (block.residual == "post") for block in decoder.blocks}
+    each = {block.launches for block in decoder.blocks}
     return (
         f"kernels: advance, embedding, {len(decoder.blocks)} layers of {max(each)} launches, head; "
         "model.forward for beams and for calls with hooks, embeddings or positions of their own"
@@ -188,7 +206,11 @@ def _left_to_the_model(model: nn.Module, arch: Arch | None) -> Iterator[tuple[st
         rows = ", ".join(sorted(ARCHITECTURES))
         what = f"no row for model_type {_model_type(model)!r} in ARCHITECTURES ({rows})"
         yield "", type(model).__name__, f"{what}: {apart}"
-        return
+    for row in _rows(arch):
+        yield from _left_by_row(model, row, apart)
+
+
+def _left_by_row(model: nn.Module, arch: Arch, apart: str) -> Iterator[tuple[str, str, str]]:
     root = _backbone(model, arch)
     tables = _join(root, arch.embedding.rpartition(".")[0])
     whys = {}
@@ -208,13 +230,14 @@ def _around_the_parts(layer: nn.Module, arch: Arch) -> str:
     """What a layer itself does, and where it differs from its row."""
     names = [name for name, _ in match.readers(arch)]
     missing = [name for name in names if _find(layer, name) is None]
-    named = {name.split(".")[0] for name in names}
+    named = {name.split(".")[0] for name in (*names, arch.gate, arch.up, arch.down, arch.activation)}
     children = [name for name, child in layer.named_children() if match.computes(child)]
     strange = [name for name in children if name not in named]
     differs = f"has no {', '.join(missing)}; " if missing else ""
     if strange:
         differs += f"has {', '.join(strange)}, which the row does not name, swapped module by module; "
-    glue = "adds the residuals" if arch.residual == "pre" else "hands hidden states from part to part"
+    hands_on = arch.attention_adds_residual or arch.mlp_adds_residual or not arch.mlp
+    glue = "hands hidden states from part to part" if hands_on else "adds the residuals"
     return f"{differs}{glue} in torch"
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trinfer.architectures import Arch
+from trinfer.compat import kernel_window
 from trinfer.layers import records
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,11 +26,15 @@ ACTIVATIONS = {
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
+    "BloomGelu": "gelu_tanh",
     "QuickGELUActivation": "gelu_quick",
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "ReLU": "relu",
 }
+
+# subclasses of nn.Linear in transformers that compute what it computes
+LINEARS = ("FalconLinear",)
 
 PLAIN_CLASSES = "nn.Linear, Conv1D, nn.LayerNorm, nn.Embedding, nn.GELU, nn.SiLU, nn.ReLU or an HF activation"
 
@@ -68,15 +73,17 @@ def readers(arch: Arch) -> Iterator[tuple[str, Reader]]:
         yield owner, Reader(_dense_act, arch, "dense, activation")
     for owner, (dense, norm) in closes.items():
         read = partial(_dense_add_norm, dense=dense, norm_name=norm)
-        yield owner, Reader(read, arch, "dense, residual, norm")
+        yield owner, Reader(read, arch, "dense, residual, norm" if norm else "dense, residual")
 
 
 def _closes(arch: Arch) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(module, (linear, norm)) of every module that closes a half of a post-norm layer."""
-    for dense, norm in ((arch.out, arch.attention_norm), (arch.down, arch.mlp_norm)):
+    """(module, (linear, norm)) of every module apart that closes a half of a layer: it adds the residual."""
+    parts = ((arch.out, arch.attention_norm, arch.attention), (arch.down, arch.mlp_norm, arch.mlp))
+    for dense, norm, part in parts:
         owner, _, name = dense.rpartition(".")
-        if arch.residual == "post" and owner and owner == norm.rpartition(".")[0]:
-            yield owner, (name, norm.rpartition(".")[2])
+        if owner and owner != part:
+            is_inside = owner == norm.rpartition(".")[0]
+            yield owner, (name, norm.rpartition(".")[2] if is_inside else "")
 
 
 def norm_reader(arch: Arch) -> Reader:
@@ -86,7 +93,7 @@ def norm_reader(arch: Arch) -> Reader:
 
 def plain(module: nn.Module) -> Found | str | None:
     """A torch module known by its exact class; None if it is not one."""
-    if type(module) in (nn.Linear, Conv1D):
+    if type(module) is Conv1D or _is_linear(module):
         record = records.Linear(transposed=type(module) is Conv1D)
         return _weights(module) or Found("gemv | matmul", "linear", record, f"is a {type(module).__name__}")
     if type(module) is nn.LayerNorm:
@@ -177,11 +184,22 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> str:
         child = getattr(module, name, None)
         if child is None:
             return f"has no {name}"
-        if type(child) is not nn.Linear:
+        if type(child) is not Conv1D and not _is_linear(child):
             return f"{name} is a {type(child).__name__}, not a plain Linear"
         if problem := _weights(child):
             return f"{name}: {problem}"
-    return ""
+    kinds = {type(getattr(module, name)) is Conv1D for name in names}
+    return "" if len(kinds) == 1 else f"{', '.join(names)} are not all of one class"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or (type(module).__name__ in LINEARS and _is_known_code(module))
+
+
+def _switched_on(module: nn.Module, arch: Arch) -> str:
+    """Which attribute that the row's reading does not cover is set on this module; empty if none is."""
+    found = [name for name in arch.must_be_off if getattr(module, name, None)]
+    return f"has {', '.join(found)} set, which the kernels do not compute" if found else ""
 
 
 def _act(module: nn.Module, name: str) -> tuple[str, str]:
@@ -192,16 +210,25 @@ def _act(module: nn.Module, name: str) -> tuple[str, str]:
 
 
 def _norm(module: Any, arch: Arch) -> Found | str:
+    found = _norm_record(module, arch)
+    if isinstance(found, str):
+        return found
+    name = f"{found.kind}_norm"
+    return _weights(module) or Found(name, name, found)
+
+
+def _norm_record(module: Any, arch: Arch) -> records.Norm | str:
     eps = getattr(module, arch.norm_eps, None)
     if not isinstance(eps, float):
         return f"has no {arch.norm_eps}"
-    names = {name for name, _ in module.named_parameters(recurse=False)}
-    if arch.norm == "rms":
-        if names != {"weight"} or module.weight.dim() != 1:
-            return f"has parameters {', '.join(sorted(names)) or 'none'}, an RMS norm has one weight"
-        record = records.Norm("rms", eps, arch.norm_cast, arch.norm_offset)
-        return _weights(module) or Found("rms_norm", "rms_norm", record)
-    return _weights(module) or Found("layer_norm", "layer_norm", records.Norm("layer", eps))
+    weights = dict(module.named_parameters(recurse=False))
+    allowed = {"weight"} if arch.norm == "rms" else {"weight", "bias"}
+    if set(weights) - allowed or (arch.norm == "rms" and not weights):
+        kind = "an RMS norm has one weight" if arch.norm == "rms" else "a layer norm has a weight and a bias"
+        return f"has parameters {', '.join(sorted(weights)) or 'none'}, {kind}"
+    if any(weight.dim() != 1 for weight in weights.values()):
+        return "normalises more than one dimension, the kernel one"
+    return records.Norm(arch.norm, eps, arch.norm_cast, arch.norm_offset)
 
 
 def _inside(path: str, owner: str) -> str:
@@ -210,16 +237,21 @@ def _inside(path: str, owner: str) -> str:
 
 
 def _mlp(module: Any, arch: Arch) -> Found | str:
-    gate, up, down, activation = (
-        _inside(path, arch.mlp) for path in (arch.gate, arch.up, arch.down, arch.activation)
-    )
-    linears = tuple(filter(None, (gate, up, down)))
+    paths = (arch.gate, arch.up, arch.gate_up, arch.down, arch.activation)
+    gate, up, gate_up, down, activation = (_inside(path, arch.mlp) for path in paths)
+    linears = tuple(filter(None, (gate, up, gate_up, down)))
     act, no_act = _act(module, activation)
     refusal = _strangers(module, {*linears, activation}) or _linears(module, linears) or no_act
-    if refusal:
+    if refusal := refusal or _switched_on(module, arch):
         return refusal
-    text = f"gemv | matmul: {act}(gate)·up, then down" if gate else f"gemv | matmul: {act}(up), then down"
-    return Found(text, "mlp", records.Mlp(gate, up, down, act))
+    transposed = type(getattr(module, down)) is Conv1D
+    if gate_up and transposed:
+        return f"{gate_up} is a Conv1D, whose halves are not rows"
+    text = f"gemv | matmul: {act}(up), then down"
+    if gate or gate_up:
+        text = f"gemv | matmul: {act}(gate)·up, then down"
+    record = records.Mlp(gate, up, down, act, transposed, gate_up)
+    return Found(text, "residual_mlp" if arch.mlp_adds_residual else "mlp", record)
 
 
 def _dense_act(module: Any, arch: Arch) -> Found | str:
@@ -230,10 +262,12 @@ def _dense_act(module: Any, arch: Arch) -> Found | str:
 
 
 def _dense_add_norm(module: Any, arch: Arch, dense: str, norm_name: str) -> Found | str:
-    norm = getattr(module, norm_name, None)
     refusal = _strangers(module, {dense, norm_name}) or _linears(module, (dense,))
     if refusal:
         return refusal
+    if not norm_name:
+        return Found("gemv | matmul with residual", "dense_add_norm", records.DenseAddNorm(dense))
+    norm = getattr(module, norm_name, None)
     if type(norm) is not nn.LayerNorm or len(norm.normalized_shape) != 1:
         return f"{norm_name} is a {type(norm).__name__}, not a plain LayerNorm of one dimension"
     record = records.DenseAddNorm(dense, norm_name, norm.eps)
@@ -246,33 +280,100 @@ def stated(module: nn.Module, given: Any) -> Any:
 
 
 def _attention(module: Any, arch: Arch) -> Found | str:
-    query, key, value, out = (
-        _inside(path, arch.attention) for path in (arch.query, arch.key, arch.value, arch.out)
-    )
-    linears = tuple(filter(None, (query, key, value, out)))
-    refusal = _strangers(module, set(linears)) or _linears(module, linears)
-    if refusal:
+    if arch.attention_stays:
+        return arch.attention_stays
+    paths = (arch.query, arch.key, arch.value, arch.qkv, arch.out, arch.query_norm, arch.key_norm)
+    query, key, value, qkv, out, query_norm, key_norm = (_inside(path, arch.attention) for path in paths)
+    linears, norms = _given(query, key, value, qkv, out), _given(query_norm, key_norm)
+    refusal = _switched_on(module, arch) or _strangers(module, {*linears, *norms, arch.sinks})
+    if refusal := refusal or _linears(module, linears):
         return refusal
     head_dim, num_heads, num_kv_heads = (
         attrgetter(name)(module) for name in (arch.head_dim, arch.num_heads, arch.num_kv_heads)
     )
-    heads = {query: num_heads, key: num_kv_heads, value: num_kv_heads}
-    for name, count in heads.items():
-        width = getattr(module, name).out_features
-        if width != count * head_dim:
-            return f"{name} has {width} outputs, not {count} heads of {head_dim}"
+    heads = {query: num_heads, key: num_kv_heads, value: num_kv_heads, qkv: num_heads + 2 * num_kv_heads}
+    for name in filter(None, heads):
+        width = _outputs(getattr(module, name))
+        if width != heads[name] * head_dim:
+            return f"{name} has {width} outputs, not {heads[name]} heads of {head_dim}"
+    norm = _head_norm(module, arch, norms)
+    if isinstance(norm, str):
+        return norm
     record = records.Attention(
-        query,
-        key,
-        value,
-        out,
-        head_dim,
-        stated(module, arch.sm_scale) if arch.sm_scale else head_dim**-0.5,
-        stated(module, arch.is_causal),
-        attrgetter(arch.window)(module) if arch.window else None,
-        arch.rotary,
+        query=query,
+        key=key,
+        value=value,
+        qkv=qkv,
+        transposed=type(getattr(module, linears[0])) is Conv1D,
+        out=out,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        norm=norm,
+        **_flags(module, arch, head_dim),
     )
-    turn = "rotary, " if arch.rotary != "none" else ""
-    close = f", {out}" if out else ""
-    text = f"gemv | matmul q|k|v, {turn}attention | decode_attention{close}"
-    return Found(text, "decoder_attention" if arch.rotary != "none" else "encoder_attention", record)
+    return Found(_attention_text(record), _attention_forward(arch), record)
+
+
+def _given(*names: str) -> tuple[str, ...]:
+    return tuple(filter(None, names))
+
+
+def _flags(module: Any, arch: Arch, head_dim: int) -> dict[str, Any]:
+    """What an attention record says beside names and sizes."""
+    is_causal = bool(stated(module, arch.is_causal))
+    rotates = not arch.rotary_flag or bool(attrgetter(arch.rotary_flag)(module))
+    return {
+        "qkv_layout": arch.qkv_layout,
+        "layer": getattr(module, arch.layer_index, None),
+        "sm_scale": stated(module, arch.sm_scale) if arch.sm_scale else head_dim**-0.5,
+        "is_causal": is_causal,
+        "window": _window(module, arch, is_causal),
+        "softcap": stated(module, arch.softcap) if arch.softcap else None,
+        "sinks": arch.sinks,
+        "alibi": arch.alibi,
+        "rotary": arch.rotary if rotates else "none",
+        "rotary_layout": arch.rotary_layout,
+        "qk_norm": arch.qk_norm,
+        "mask_is_inverted": arch.mask_is_inverted,
+    }
+
+
+def _attention_forward(arch: Arch) -> str:
+    if arch.attention_adds_residual:
+        return "residual_attention"
+    return "decoder_attention" if arch.rotary != "none" else "encoder_attention"
+
+
+def _attention_text(record: records.Attention) -> str:
+    parts = ["gemv | matmul q|k|v"]
+    parts += ["norm of q and k"] if record.norm else []
+    parts += ["rotary"] if record.rotary != "none" else []
+    parts += ["attention | decode_attention"]
+    parts += [record.out] if record.out else []
+    return ", ".join(parts)
+
+
+def _outputs(linear: Any) -> int:
+    return int(linear.weight.shape[1 if type(linear) is Conv1D else 0])
+
+
+def _window(module: nn.Module, arch: Arch, is_causal: bool) -> int | None:
+    if not arch.window or (
+        arch.window_where and getattr(module, arch.window_where[0]) != arch.window_where[1]
+    ):
+        return None
+    return kernel_window(attrgetter(arch.window)(module), is_causal)
+
+
+def _head_norm(module: nn.Module, arch: Arch, names: tuple[str, ...]) -> records.Norm | str | None:
+    """The norm of queries and keys, or why it is not one that the kernels compute; None for none."""
+    found = {_norm_record(getattr(module, name), arch) for name in names if hasattr(module, name)}
+    if not names or not found:
+        return None
+    if len(found) > 1:
+        return f"{', '.join(names)} are not alike"
+    (norm,) = found
+    return f"{', '.join(names)}: {norm}" if isinstance(norm, str) else norm
