@@ -63,6 +63,7 @@ GPTJ = replace(
     num_heads="num_attention_heads",
     num_kv_heads="num_attention_heads",
     sm_scale="",
+    is_causal=True,
     rotary="interleaved",
     rotary_layout="sines_first",
     up="mlp.fc_in",
