@@ -89,10 +89,8 @@ STAYS = {
     "gemma": {"GemmaTextScaledWordEmbedding"},
     "gemma2": {"Gemma2TextScaledWordEmbedding"},
     "gemma3_text": {"Gemma3TextScaledWordEmbedding"},
-    "nemotron": {"NemotronMLP", "ReLUSquaredActivation"},
     "opt": {"OPTLearnedPositionalEmbedding"},
     "opt_pre": {"OPTLearnedPositionalEmbedding"},
-    "persimmon": {"PersimmonMLP", "ReLUSquaredActivation"},
     "stablelm_normed": {"StableLmAttention"},
     "t5": {"T5Attention"},
     "t5_gated": {"T5Attention"},
@@ -138,7 +136,8 @@ def test_arch_refuses_unknown_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    "act", ["gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"]
+    "act",
+    ["gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu"],
 )
 def test_activations_of_transformers(act: str) -> None:
     model = make("llama", hidden_act=act)

@@ -41,7 +41,7 @@ def norms(dtype):
 
 
 def activations(dtype):
-    for act in ("gelu", "gelu_quick", "gelu_tanh", "relu", "silu"):
+    for act in ("gelu", "gelu_quick", "gelu_tanh", "relu", "relu2", "silu"):
         check("activation", dtype, make((3, 37), dtype, 0), act)
     check("gated_activation", dtype, make((3, 37), dtype, 0), make((3, 37), dtype, 1), "silu")
 

@@ -32,7 +32,7 @@ def activation(x: Tensor, act: str) -> Tensor:
 
     Args:
         x: [...] float16|bfloat16|float32, any strides; copied if not contiguous.
-        act: gelu (erf), gelu_quick (x · sigmoid(1.702 x)), gelu_tanh, relu or silu.
+        act: gelu (erf), gelu_quick (x · sigmoid(1.702 x)), gelu_tanh, relu, relu2 (its square) or silu.
 
     Returns:
         y like x, contiguous.

@@ -13,7 +13,7 @@ from trinfer.kernels.op import unit_strides
 # Triton reads this variable when @triton.jit decorates, so reading it once here always agrees with it
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-ACTIVATIONS = ("none", "gelu", "gelu_quick", "gelu_tanh", "relu", "silu")
+ACTIVATIONS = ("none", "gelu", "gelu_quick", "gelu_tanh", "relu", "relu2", "silu")
 
 
 @triton.jit
@@ -29,6 +29,8 @@ def activate(x, ACT: tl.constexpr):
     elif ACT == "relu":
         # not maximum(x, 0): that would turn nan into 0
         x = tl.where(x < 0.0, 0.0, x)
+    elif ACT == "relu2":
+        x = tl.where(x < 0.0, 0.0, x * x)
     elif ACT == "silu":
         x = x / (1.0 + tl.exp(-x))
     return x
@@ -116,6 +118,8 @@ def activate_ref(x: Tensor, act: str) -> Tensor:
         return torch.nn.functional.gelu(x, approximate="tanh")
     if act == "relu":
         return torch.relu(x)
+    if act == "relu2":
+        return torch.relu(x).square()
     return torch.nn.functional.silu(x) if act == "silu" else x
 
 

@@ -39,7 +39,7 @@ def gated_activation(gate: Tensor, up: Tensor, act: str) -> Tensor:
     Args:
         gate: [..., N] float16|bfloat16|float32, any strides; halves of one tensor are read in place.
         up: like gate.
-        act: gelu (erf), gelu_quick (x · sigmoid(1.702 x)), gelu_tanh, relu or silu.
+        act: gelu (erf), gelu_quick (x · sigmoid(1.702 x)), gelu_tanh, relu, relu2 or silu.
 
     Returns:
         y like gate, contiguous.

@@ -186,7 +186,7 @@ def gemv(
         x: [..., K] float16|bfloat16|float32 with at most 16 rows, any strides.
         weight: [N, K] with any strides, or up to 3 segments [N_i, K] of one dtype and stride.
         bias: [N], or one entry a segment, which may be None.
-        act: none, gelu, gelu_quick, gelu_tanh, relu or silu.
+        act: none, gelu, gelu_quick, gelu_tanh, relu, relu2 or silu.
         gated: the segments are (gate, up) and y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
         residual: [..., sum of N_i], added last.
         norm: a `Norm` of the rows of x, done in the same launch. On a CPU 1.05 to 1.2 times as fast as two

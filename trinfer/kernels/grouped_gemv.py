@@ -167,7 +167,7 @@ def grouped_gemv(
         weight: [E, N, K] with any strides, or (gate, up) of equal shape and strides (see `grouped_matmul`).
         ids: [T, top_k] int32, the expert of each pair, at most 64 in all; what is no expert adds nothing.
         bias: [E, N], or (gate, up) of those.
-        act: none, gelu, gelu_tanh, relu or silu.
+        act: none, gelu, gelu_tanh, relu, relu2 or silu.
         gated: act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
         combine: [T, top_k] float32, the weights of the router.
         residual: [T, N], added last; with combine only.

@@ -155,7 +155,7 @@ def grouped_matmul(
         order: [P] int32, the pairs sorted by expert.
         offsets: [E + 1] int32, where in `order` each expert starts; both as `sort_by_expert` gives them.
         bias: [E, N], or (gate, up) of those.
-        act: none, gelu, gelu_tanh, relu or silu.
+        act: none, gelu, gelu_tanh, relu, relu2 or silu.
         gated: y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
         gather: x is [T, K], a row a token; row i is that of pair order[i], of which each token has P / T.
         scatter: row i of y goes back to the place of its pair: y[order[i]].

@@ -149,7 +149,7 @@ def quant_gemv(
         scale: what `quantize` gives, [N, G] or [N, 2, G] with zeros, or one entry a segment.
         bias: [N], or one entry a segment, which may be None.
         group: columns that share a scale, as `quantize` took it.
-        act: none, gelu, gelu_tanh, relu or silu.
+        act: none, gelu, gelu_tanh, relu, relu2 or silu.
         gated: the segments are (gate, up) and y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
         residual: [..., sum of N_i], added last.
 

@@ -151,7 +151,7 @@ def quant_matmul(
         group: columns that share a scale, as `quantize` took it.
         x_scale: [..., 1] float32, one scale a row, as `quantize(x)` gives; None if x is not int8.
         dtype: of the result; that of x unless x is int8.
-        act: none, gelu, gelu_tanh, relu or silu.
+        act: none, gelu, gelu_tanh, relu, relu2 or silu.
         gated: the segments are (gate, up) and y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
         residual: [..., sum of N_i], added last.
 

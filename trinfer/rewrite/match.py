@@ -31,6 +31,7 @@ ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
 }
 
 # subclasses of nn.Linear in transformers that compute what it computes
