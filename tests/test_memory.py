@@ -60,9 +60,9 @@ def test_u143_weights_exist_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(backend.kind() != "cpu", reason="reads the memory of a process")
-@pytest.mark.parametrize(("start", "target", "most"), [("float32", "fp32", 1.15), ("float32", "bf16", 1.15)])
-def test_u142_an_engine_takes_no_second_model(start: str, target: str, most: float) -> None:
-    """The peak of resident memory, from before the model exists until after a call, in weights of the model."""
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_u142_an_engine_takes_no_second_model(dtype: str) -> None:
+    """The peak of resident memory, from before the model exists until after a call, in sizes of the model."""
     program = textwrap.dedent(
         f"""
         import re, torch, transformers, trinfer
@@ -74,9 +74,9 @@ def test_u142_an_engine_takes_no_second_model(start: str, target: str, most: flo
 
         def run(**sizes):
             config = AutoConfig.for_model("llama", **({LARGE!r} | sizes))
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.{start}).eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
             size = sum(p.numel() * p.element_size() for p in model.parameters())
-            engine = trinfer.init_inference(model, dtype="{target}", replace_with_kernel_inject=True,
+            engine = trinfer.init_inference(model, dtype="{dtype}", replace_with_kernel_inject=True,
                                             enable_cuda_graph=True, max_out_tokens=64)
             engine.generate(torch.full((1, 20), 7), max_new_tokens=4, do_sample=False)
             return size
@@ -93,4 +93,4 @@ def test_u142_an_engine_takes_no_second_model(start: str, target: str, most: flo
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) <= most
+    assert float(done.stdout.split()[-1]) <= 1.15

@@ -27,7 +27,6 @@ from tests.models import (
     token_ids,
 )
 from trinfer import backend
-from trinfer.layers.records import Norm
 from trinfer.rewrite.apply import FORWARDS, apply, undo
 from trinfer.rewrite.plan import collapse
 
