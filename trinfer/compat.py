@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.output_capturing import _active_collector
 
+from trinfer.architectures import Arch
+
 # the name under which the attention function and the mask function are registered, always both: with an
 # attention function alone transformers passes mask=None and padded rows are silently wrong
 ATTENTION_NAME = "trinfer"
@@ -46,15 +48,18 @@ def rotary_argument(
     return sin, cos
 
 
-def wants_attentions(module: Any, kwargs: dict[str, Any]) -> bool:
-    """True if this call of an attention module has to give its probabilities.
+def collects_attentions() -> bool:
+    """True while a forward of the whole model collects attention probabilities.
 
-    GPT-2 takes the keyword out of the call before its layers see it: then only the collector knows.
+    GPT-2 takes `output_attentions` out of the call before its layers see it: then only the collector knows.
     """
     collected = _active_collector.get() or {}
-    config = getattr(module, "config", None)
-    asked = kwargs.get("output_attentions", getattr(config, "output_attentions", False))
-    return bool(asked) or "attentions" in collected or "cross_attentions" in collected
+    return "attentions" in collected or "cross_attentions" in collected
+
+
+def returns_tuple(arch: Arch) -> bool:
+    """True if layers of this row return a tuple; those of GPT-J and CodeGen did before 5.24."""
+    return arch.layer_output == "tuple" or (arch.model_type in ("gptj", "codegen") and cache_key() != "cache")
 
 
 def kernel_window(sliding_window: int | None, is_causal: bool) -> int | None:

@@ -313,7 +313,7 @@ def _attention(module: Any, arch: Arch) -> Found | str:
         query_norm=query_norm,
         key_norm=key_norm,
         norm=norm,
-        **_flags(module, arch, head_dim),
+        **_flags(module, arch, head_dim, bool(norm)),
     )
     return Found(_attention_text(record), _attention_forward(arch), record)
 
@@ -322,7 +322,7 @@ def _given(*names: str) -> tuple[str, ...]:
     return tuple(filter(None, names))
 
 
-def _flags(module: Any, arch: Arch, head_dim: int) -> dict[str, Any]:
+def _flags(module: Any, arch: Arch, head_dim: int, norms: bool) -> dict[str, Any]:
     """What an attention record says beside names and sizes."""
     is_causal = bool(stated(module, arch.is_causal))
     rotates = not arch.rotary_flag or bool(attrgetter(arch.rotary_flag)(module))
@@ -337,7 +337,7 @@ def _flags(module: Any, arch: Arch, head_dim: int) -> dict[str, Any]:
         "alibi": arch.alibi,
         "rotary": arch.rotary if rotates else "none",
         "rotary_layout": arch.rotary_layout,
-        "qk_norm": arch.qk_norm,
+        "qk_norm": arch.qk_norm if norms else "none",
         "mask_is_inverted": arch.mask_is_inverted,
     }
 
