@@ -134,6 +134,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
             "partial_rotary_factor": 0.4,
         },
     ),
+    "internlm3": ("internlm3", "CausalLM", _GROUPED | {"head_dim": 16}),
     "mistral": ("mistral", "CausalLM", _GROUPED),
     "qwen3": ("qwen3", "CausalLM", _GROUPED | {"head_dim": 24}),
     "qwen2_sw": (
@@ -262,8 +263,8 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 if cache_key() != "cache":
-    # older versions of transformers give this decoder the mask of an encoder
-    del ZOO["megatron_bert_decoder"]
+    # transformers 5.17 gives this decoder the mask of an encoder, and does not know that model
+    del ZOO["megatron_bert_decoder"], ZOO["internlm3"]
 
 
 def make(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -1,8 +1,11 @@
 """Every row against transformers' eager attention: logits, masks of every kind, reports about them."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 import trinfer
 from tests.models import (
@@ -16,6 +19,7 @@ from tests.models import (
     result,
     token_ids,
 )
+from tests.remote import InternLMAttention, OlderAttention, internlm
 from tests.reports import REPORTS, models
 from trinfer import ARCHITECTURES, Arch
 
@@ -116,9 +120,9 @@ def test_models_without_a_row_are_swapped_in_part_and_right(name: str) -> None:
     assert any("no row for model_type" in entry.why for entry in engine.plan.kept)
 
 
-@pytest.mark.parametrize("row", ARCHITECTURES)
-def test_every_row_has_a_model(row: str) -> None:
-    assert row in {model_type for model_type, _, _ in ZOO.values()}
+def test_every_row_has_a_model() -> None:
+    without = set(ARCHITECTURES) - {model_type for model_type, _, _ in ZOO.values()}
+    assert without - {"internlm"} <= set(ARCHITECTURES) - set(CONFIG_MAPPING)
 
 
 def test_report_table_is_up_to_date() -> None:
@@ -351,3 +355,22 @@ def test_attentions_and_hidden_states_on_request(name: str) -> None:
         assert torch.allclose(weights.transpose(1, 2)[rows], truth.transpose(1, 2)[rows], atol=1e-5)
     for states, truth in zip(ours.hidden_states, theirs.hidden_states, strict=True):
         assert torch.allclose(states[mask.bool()], truth[mask.bool()], atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", [InternLMAttention, OlderAttention])
+def test_remote_code_is_matched_by_the_names_of_its_row(attention: type[InternLMAttention]) -> None:
+    model = internlm(attention)
+    expected = copy.deepcopy(model)
+    engine = engine_of(model)
+    stays = {entry.path: entry.why for entry in engine.plan.kept if "self_attn" in entry.path}
+    assert set(stays.values()) == (
+        {"makes its rotary table itself"} if attention is OlderAttention else set()
+    )
+    swapped = {step.path for step in engine.plan.swapped}
+    assert {"model.layers.0.mlp", "model.layers.1.input_layernorm", "model.norm", "lm_head"} <= swapped
+    assert ("model.layers.0.self_attn" in swapped) == (attention is InternLMAttention)
+    ids, mask = left_padded([9, 5])
+    ours, theirs = (m(ids, attention_mask=mask).logits for m in (engine, expected))
+    assert_same_logits(ours, theirs, mask.bool())
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8}
+    assert torch.equal(engine.generate(ids, **options), expected.generate(ids, **options))

@@ -128,6 +128,9 @@ class Arch:
     # attributes of attention and MLP modules that change what they compute where they are set
     must_be_off: tuple[str, ...] = ()
 
+    # classes of models whose code is not in transformers, known by name to compute what this row says
+    foreign: tuple[str, ...] = ()
+
     # why attention keeps its own code around the kernel, and why a layer of this row cannot run as one; empty
     # if it does not, and if it can
     attention_stays: str = ""

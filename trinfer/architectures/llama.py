@@ -29,6 +29,15 @@ LLAMA = Arch(
     down="mlp.down_proj",
     activation="mlp.act_fn",
 )
+INTERNLM = replace(
+    LLAMA,
+    model_type="internlm",
+    num_kv_heads="config.num_attention_heads",
+    sm_scale="",
+    is_causal=True,
+    foreign=("InternLMRMSNorm", "InternLMMLP", "InternLMAttention"),
+)
+INTERNLM3 = replace(LLAMA, model_type="internlm3")
 MISTRAL = replace(LLAMA, model_type="mistral", window="config.sliding_window")
 QWEN2 = replace(LLAMA, model_type="qwen2", window="sliding_window")
 QWEN3 = replace(
@@ -188,6 +197,8 @@ PERSIMMON = replace(
 
 ROWS = (
     LLAMA,
+    INTERNLM,
+    INTERNLM3,
     MISTRAL,
     QWEN2,
     QWEN3,

@@ -8,6 +8,7 @@ BART = Arch(
     model_type="bart",
     backbone="model",
     embedding="encoder.embed_tokens",
+    embedding_scale="encoder.embed_tokens.embed_scale",
     layers="encoder.layers",
     positions="encoder.embed_positions",
     position_offset=2,
@@ -33,6 +34,7 @@ BART = Arch(
 BART_DECODER = replace(
     BART,
     embedding="decoder.embed_tokens",
+    embedding_scale="decoder.embed_tokens.embed_scale",
     layers="decoder.layers",
     positions="decoder.embed_positions",
     embedding_norm="decoder.layernorm_embedding",

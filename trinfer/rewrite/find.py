@@ -81,7 +81,7 @@ def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Ke
     roles = {path: role for row in _rows(arch) for path, role in _roles(model, row).items()}
     named = (part for row in _rows(arch) for part in _named_by_row(model, row))
     for path, module, reader, why in named:
-        refusal = match.obstacle(module) or match.bypassed(module, reader.bypasses)
+        refusal = match.obstacle(module, reader.arch.foreign) or match.bypassed(module, reader.bypasses)
         found = refusal or reader(module)
         if isinstance(found, str):
             kept[path] = Kept(path, type(module).__name__, found)

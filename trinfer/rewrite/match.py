@@ -3,6 +3,7 @@
 A reader answers with a `Found`, or with the reason why the module keeps its own forward.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -121,11 +122,11 @@ def activation_name(module: nn.Module) -> str | None:
     return ACTIVATIONS.get(type(module).__name__) if _is_known_code(module) else None
 
 
-def obstacle(module: nn.Module) -> str:
-    """Why the forward of this module must not be replaced; empty if it may."""
+def obstacle(module: nn.Module, known: tuple[str, ...] = ()) -> str:
+    """Why the forward of this module must not be replaced; empty if it may. `known`: classes to trust."""
     if "forward" in module.__dict__:
         return "has a forward of its own on the instance, which a swap would drop"
-    if not _is_known_code(module):
+    if not _is_known_code(module) and type(module).__name__ not in known:
         where = type(module).forward.__module__
         return f"its forward is defined in {where}, not in transformers, and may compute something else"
     return ""
@@ -283,6 +284,9 @@ def stated(module: nn.Module, given: Any) -> Any:
 def _attention(module: Any, arch: Arch) -> Found | str:
     if arch.attention_stays:
         return arch.attention_stays
+    takes = inspect.signature(type(module).forward).parameters
+    if type(module).__name__ in arch.foreign and "position_embeddings" not in takes:
+        return "makes its rotary table itself"
     paths = (arch.query, arch.key, arch.value, arch.qkv, arch.out, arch.query_norm, arch.key_norm)
     query, key, value, qkv, out, query_norm, key_norm = (_inside(path, arch.attention) for path in paths)
     linears, norms = _given(query, key, value, qkv, out), _given(query_norm, key_norm)
