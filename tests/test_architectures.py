@@ -1,10 +1,12 @@
 """Every row against transformers' eager attention: logits, masks of every kind, reports about them."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
 import trinfer
@@ -87,7 +89,6 @@ GLUE = (
 # what a row cannot name or a kernel not compute: classes that stay
 STAYS = {
     "bart": {"BartScaledWordEmbedding", "BartLearnedPositionalEmbedding"},
-    "clip_vision": {"Conv2d"},
     "cohere_normed": {"CohereAttention", "CohereLayerNorm"},
     "distilbert": {"CrossEntropyLoss"},
     "gemma": {"GemmaTextScaledWordEmbedding"},
@@ -373,4 +374,60 @@ def test_remote_code_is_matched_by_the_names_of_its_row(attention: type[InternLM
     ours, theirs = (m(ids, attention_mask=mask).logits for m in (engine, expected))
     assert_same_logits(ours, theirs, mask.bool())
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8}
+    assert torch.equal(engine.generate(ids, **options), expected.generate(ids, **options))
+
+
+@pytest.mark.parametrize("name", WITH_ROW)
+def test_kernels_do_the_multiply_adds(name: str, record_property: Callable[[str, object], None]) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    inputs = inputs_of(name, 2, 33)
+    # a kernel's first launch may measure in torch
+    engine(**inputs)
+    counts = []
+    for called in (expected, engine):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            called(**inputs)
+        counts.append(counter.get_total_flops())
+    share = 1 - counts[1] / counts[0]
+    record_property("measured", f"{name}: kernels do {share:.1%} of {counts[0] // 2:,} multiply-adds")
+    assert counts[0] > 0
+    assert share >= 0.95
+
+
+SCALINGS = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
+}
+
+
+@pytest.mark.parametrize("rope_type", SCALINGS)
+def test_scaled_rotary_embeddings_beyond_the_original_length(rope_type: str) -> None:
+    length = 32 if rope_type in ("linear", "dynamic") else 128
+    scaling = {"rope_type": rope_type, "rope_theta": 10000.0} | SCALINGS[rope_type]
+    model = make("llama", max_position_embeddings=length, rope_parameters=scaling)
+    expected = reference(model)
+    engine = engine_of(model)
+    plain = engine_of(make("llama"))
+    for tokens in (20, 128):
+        ids = token_ids(2, tokens)
+        ours = engine(ids).logits
+        assert_same_logits(ours, expected(ids).logits)
+    assert float((ours - plain(ids).logits).abs().max()) > 1e-2
+    ids, mask = left_padded([40, 21])
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
     assert torch.equal(engine.generate(ids, **options), expected.generate(ids, **options))

@@ -164,3 +164,32 @@ def test_mask_function_falls_back_to_a_full_mask() -> None:
     assert static.tolist() == [[[[True, True, False, False]]]]
     short = mask_function(1, 1, 3, q_offset=2, attention_mask=torch.ones(1, 2, dtype=torch.bool))
     assert short.tolist() == [[0, 2]]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_patches_are_products(bias: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 10, (4, 2), stride=(4, 2), bias=bias)).eval().to(DEVICE)
+    # rows and columns that fill no window are left out
+    image = torch.randn(2, 3, 15, 9, device=DEVICE)
+    expected = model.double()(image.double()).float()
+    engine = engine_of(model.float())
+    with count_launches() as launches:
+        patches = engine(image)
+    assert launches == {"matmul": 1}
+    assert patches.shape == expected.shape
+    assert torch.allclose(patches, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": 3}, {"stride": 4, "padding": 1}, {"stride": 4, "groups": 2}, {"stride": 4, "dilation": 2}],
+)
+def test_other_convolutions_stay(options: dict[str, int]) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 4, **options), nn.Flatten(), nn.LazyLinear(3)).eval().to(DEVICE)
+    image = torch.randn(1, 4, 13, 13, device=DEVICE)
+    expected = model(image).detach()
+    engine = engine_of(model)
+    assert torch.allclose(engine(image), expected, atol=1e-5)
+    assert [entry.why for entry in engine.plan.kept if entry.path == "0"] == [
+        "its windows overlap, or leave gaps"
+    ]

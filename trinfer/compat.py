@@ -57,6 +57,13 @@ def collects_attentions() -> bool:
     return "attentions" in collected or "cross_attentions" in collected
 
 
+def wants_attentions(module: Any, kwargs: dict[str, Any]) -> bool:
+    """True if this call of an attention module has to give its probabilities."""
+    config = getattr(module, "config", None)
+    asked = kwargs.get("output_attentions", getattr(config, "output_attentions", False))
+    return bool(asked) or collects_attentions()
+
+
 def returns_tuple(arch: Arch) -> bool:
     """True if layers of this row return a tuple; those of GPT-J and CodeGen did before 5.24."""
     return arch.layer_output == "tuple" or (arch.model_type in ("gptj", "codegen") and cache_key() != "cache")

@@ -36,6 +36,11 @@ class Embedding:
 
 
 @dataclass(frozen=True)
+class Patches:
+    """A convolution whose windows neither overlap nor leave gaps."""
+
+
+@dataclass(frozen=True)
 class Mlp:
     """down(act(gate(x)) · up(x)), or down(act(up(x))) where both `gate` and `gate_up` are empty.
 
@@ -170,4 +175,4 @@ class Decoder:
     max_positions: int | None = None
 
 
-Record = Linear | Norm | Activation | Embedding | Mlp | DenseAct | DenseAddNorm | Attention | Block
+Record = Linear | Norm | Activation | Embedding | Patches | Mlp | DenseAct | DenseAddNorm | Attention | Block

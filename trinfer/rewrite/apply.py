@@ -25,6 +25,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "linear": linear.linear_forward,
     "mlp": mlp.mlp_forward,
     "recorded_block": recorded.recorded_block_forward,
+    "patches": embedding.patches_forward,
     "residual_attention": attention.residual_attention_forward,
     "residual_mlp": mlp.residual_mlp_forward,
     "rms_norm": norm.rms_norm_forward,

@@ -38,7 +38,10 @@ ACTIVATIONS = {
 # subclasses of nn.Linear in transformers that compute what it computes
 LINEARS = ("FalconLinear",)
 
-PLAIN_CLASSES = "nn.Linear, Conv1D, nn.LayerNorm, nn.Embedding, nn.GELU, nn.SiLU, nn.ReLU or an HF activation"
+PLAIN_CLASSES = (
+    "nn.Linear, Conv1D, nn.Conv2d over patches, nn.LayerNorm, nn.Embedding, "
+    "nn.GELU, nn.SiLU, nn.ReLU or an HF activation"
+)
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,21 @@ def plain(module: nn.Module) -> Found | str | None:
         if module.max_norm is not None:
             return "max_norm changes the table while it is read"
         return _weights(module) or Found("embedding", "embedding", records.Embedding(), "is an Embedding")
+    if type(module) is nn.Conv2d:
+        return _weights(module) or _patches(module)
     act = activation_name(module)
     if act is None:
         return None
     if getattr(module, "inplace", False):
         return "works in place"
     return Found("activation", "activation", records.Activation(act), f"is {act}")
+
+
+def _patches(module: nn.Conv2d) -> Found | str:
+    is_tiling = module.stride == module.kernel_size and module.padding in ("valid", (0, 0))
+    if not is_tiling or module.dilation != (1, 1) or module.groups != 1:
+        return "its windows overlap, or leave gaps"
+    return Found("gemv | matmul over patches", "patches", records.Patches(), "is a Conv2d over patches")
 
 
 def activation_name(module: nn.Module) -> str | None:
