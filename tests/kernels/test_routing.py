@@ -22,6 +22,7 @@ VARIANTS = (
         {"scoring": "sigmoid", "renormalize": True, "scale": 2.5, "num_groups": 4, "kept_groups": 2},
     ),
     (torch.float32, 5, 5, {"scoring": "sigmoid"}),
+    (torch.float32, 24, 3, {"scale": 0.5, "num_groups": 6, "kept_groups": 2, "group_best": 1}),
     (torch.bfloat16, 1, 1, {}),
 )
 variants = st.sampled_from(VARIANTS)

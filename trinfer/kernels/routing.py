@@ -32,9 +32,16 @@ def _keys(score, offs_e, mask_e, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def _keep_best_groups(
-    key, score, offs_e, E, NUM_GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK_E: tl.constexpr
+    key,
+    score,
+    offs_e,
+    E,
+    NUM_GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    """`key` without the experts outside of the KEPT groups whose two best scores have the largest sums."""
+    """`key` without the experts outside of the KEPT groups whose best scores have the largest sums."""
     group = offs_e // (E // NUM_GROUPS)
     picked = tl.zeros_like(key).to(tl.int1)
     value = tl.zeros_like(score)
@@ -43,7 +50,7 @@ def _keep_best_groups(
         first = tl.max(inside, 1)[:, None]
         inside = tl.where(inside == first, -9223372036854775808, inside)
         second = tl.max(inside, 1)[:, None]
-        top = (key == first) | (key == second)
+        top = (key == first) | ((key == second) & (GROUP_BEST == 2))
         total = tl.sum(tl.where(top & (offs_e < E), score, 0.0), 1)[:, None]
         value = tl.where(group == g, total, value)
     # the first expert of a group stands for it, so that equal groups are taken in order
@@ -72,6 +79,7 @@ def _routing_kernel(
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -96,7 +104,7 @@ def _routing_kernel(
         choice += tl.load(bias_ptr + offs_e, mask=mask_e, other=0.0).to(tl.float32)
     key = _keys(choice, offs_e, mask_e, BLOCK_E)
     if NUM_GROUPS > 1:
-        key = _keep_best_groups(key, choice, offs_e, E, NUM_GROUPS, KEPT_GROUPS, BLOCK_E)
+        key = _keep_best_groups(key, choice, offs_e, E, NUM_GROUPS, KEPT_GROUPS, GROUP_BEST, BLOCK_E)
 
     ids = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
     weights = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
@@ -128,6 +136,7 @@ def routing(
     scale: float = 1.0,
     num_groups: int = 1,
     kept_groups: int = 1,
+    group_best: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """ids = top_k of (score(logits) + bias), weights = score(logits)[ids] · scale.
 
@@ -139,7 +148,8 @@ def routing(
         renormalize: divide the weights of a token by their sum.
         scale: of the weights, last.
         num_groups: E is split into groups of which only some are chosen from.
-        kept_groups: how many: those with the largest sums of their two best scores.
+        kept_groups: how many: those with the largest sums of their best scores.
+        group_best: how many scores of a group that is, 1 (DeepSeek-V2) or 2 (V3).
 
     Returns:
         (ids [..., top_k] int32, largest score first; weights [..., top_k] float32).
@@ -153,11 +163,11 @@ def routing(
     Source: https://arxiv.org/abs/2401.04088, https://arxiv.org/abs/2412.19437
     """
     E = logits.shape[-1]
-    _check(E, top_k, bias, scoring, num_groups, kept_groups)
+    _check(E, top_k, bias, scoring, num_groups, kept_groups, group_best)
     if not backend.runs_triton(logits):
         return routing_ref(
             logits, top_k, bias, scoring=scoring, renormalize=renormalize, scale=scale,
-            num_groups=num_groups, kept_groups=kept_groups,
+            num_groups=num_groups, kept_groups=kept_groups, group_best=group_best,
         )  # fmt: skip
     shape = (*logits.shape[:-1], top_k)
     ids = logits.new_empty(shape, dtype=torch.int32)
@@ -170,7 +180,7 @@ def routing(
     launched("routing")
     _routing_kernel[(-(-M // config["BLOCK_M"]),)](
         rows, bias, ids, weights, M, E, rows.stride(0), scale, scoring, renormalize, top_k, num_groups,
-        kept_groups, BLOCK_E=next_power_of_2(E), BLOCK_K=next_power_of_2(top_k), **config,
+        kept_groups, group_best, BLOCK_E=next_power_of_2(E), BLOCK_K=next_power_of_2(top_k), **config,
     )  # fmt: skip
     return ids, weights
 
@@ -185,6 +195,7 @@ def routing_ref(
     scale: float = 1.0,
     num_groups: int = 1,
     kept_groups: int = 1,
+    group_best: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """The truth of `routing`."""
     E, x = logits.shape[-1], logits.to(wide(logits))
@@ -192,7 +203,7 @@ def routing_ref(
     choice = scores if bias is None else scores + bias
     if num_groups > 1:
         grouped = choice.unflatten(-1, (num_groups, -1))
-        best = _first(grouped.topk(min(2, E // num_groups)).values.sum(-1), kept_groups)
+        best = _first(grouped.topk(min(group_best, E // num_groups)).values.sum(-1), kept_groups)
         kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
         choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
     ids = _first(choice, top_k)
@@ -209,15 +220,24 @@ def _first(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _check(E: int, top_k: int, bias: Tensor | None, scoring: str, num_groups: int, kept_groups: int) -> None:
+def _check(
+    E: int,
+    top_k: int,
+    bias: Tensor | None,
+    scoring: str,
+    num_groups: int,
+    kept_groups: int,
+    group_best: int,
+) -> None:
     if scoring not in SCORINGS:
         raise ValueError(
             f"scoring={scoring!r} is not known - allowed: {', '.join(SCORINGS)} - pass one of these"
         )
-    if num_groups < 1 or E % num_groups or not 1 <= kept_groups <= num_groups:
+    if num_groups < 1 or E % num_groups or not 1 <= kept_groups <= num_groups or group_best not in (1, 2):
         raise ValueError(
-            f"num_groups={num_groups}, kept_groups={kept_groups} for {E} experts - allowed: groups of equal "
-            "size, of which at least one is kept - take them from the model's config"
+            f"num_groups={num_groups}, kept_groups={kept_groups} for {E} experts, group_best={group_best} - "
+            "allowed: groups of equal size, of which at least one is kept, by its best one or two scores - "
+            "take them from the model's config"
         )
     most = min(32, E // num_groups * kept_groups)
     if not 1 <= top_k <= most:
