@@ -111,6 +111,35 @@ def own_config(model: nn.Module) -> None:
             module.config = memo[id(config)]
 
 
+def attention_modules(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Paths of the modules that ask transformers' interface for their attention, and of those that compute
+    it themselves from a mask.
+
+    Read from the names their forwards use, which works where there is no source to search either.
+    """
+    asking, own = [], []
+    for path, module in model.named_modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        names = () if code is None else code.co_names
+        known = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+        if any(isinstance(known.get(name), AttentionInterface) for name in names):
+            asking.append(path)
+        elif {"softmax", "scaled_dot_product_attention"} & set(names) and _attends(module, code):
+            own.append(path)
+    return asking, own
+
+
+def _attends(module: nn.Module, code: Any) -> bool:
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return "attention" in type(module).__name__.lower() or any("mask" in name for name in arguments)
+
+
+def parts_attention(model: nn.Module) -> set[str]:
+    """The attention implementations that the transformers models inside `model` use now."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return {part.config._attn_implementation or "eager" for part in parts}
+
+
 def set_attention(model: Any, name: str) -> None:
     """Choose the attention of this model only, and read the choice back.
 

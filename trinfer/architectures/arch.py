@@ -122,6 +122,14 @@ class Arch:
     down: str
     activation: str
 
+    # a mixture of experts in the place of the MLP, in the layers that have one: rule, biases and layout are
+    # read from the modules. Of a residual layer: the dense branch, and the linear of the two shares
+    router: str = ""
+    experts: str = ""
+    shared_experts: str = ""
+    dense_branch: str = ""
+    coefficient: str = ""
+
     # the module's own forward takes the residual and adds it
     attention_adds_residual: bool = False
     mlp_adds_residual: bool = False

@@ -175,4 +175,107 @@ class Decoder:
     max_positions: int | None = None
 
 
-Record = Linear | Norm | Activation | Embedding | Patches | Mlp | DenseAct | DenseAddNorm | Attention | Block
+@dataclass(frozen=True)
+class ReadNorm:
+    """A normalisation found by reading its module: `input` is its argument, the rest as in `Norm`.
+
+    `weight` and `bias` are names of parameters; layer normalisation may lack either.
+    """
+
+    input: str
+    kind: str
+    weight: str
+    bias: str
+    eps: float
+    cast: str = "input"
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReadMlp:
+    """An MLP found by reading its module.
+
+    `ups` are one or two linears. `halves` says how a gated MLP with one linear holds both: the gate in the
+    first half of its rows ("gate_up"), in the second ("up_gate"), or in every other row, from row 0
+    ("gate_up_rows") or from row 1 ("up_gate_rows"); empty if it does not. `down` may be missing. `residual`
+    is the argument, if there is one, that is added to what the linears give.
+    """
+
+    input: str
+    ups: tuple[str, ...]
+    down: str
+    act: str
+    halves: str = ""
+    transposed: bool = False
+    residual: str = ""
+
+
+@dataclass(frozen=True)
+class LinearAct:
+    """act(x · weightᵀ + bias), of a linear and an activation that lie side by side in their layer."""
+
+    act: str
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """What another module has done already: the input is handed on."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """Which experts a token goes to; the rule as in `kernels.routing`.
+
+    `bias` is added to the logits, `choice_bias` to the scores for the choice only; `is_wide`: the product is
+    in float32 whatever the dtype of the model.
+    """
+
+    input: str
+    bias: str
+    choice_bias: str
+    top_k: int
+    scoring: str
+    renormalize: bool
+    scale: float
+    num_groups: int
+    kept_groups: int
+    group_best: int
+    is_wide: bool
+
+
+@dataclass(frozen=True)
+class Experts:
+    """down(act(gate(x)) · up(x)) of the experts of each token, weighted and summed.
+
+    `halves` as in `ReadMlp`, empty without a gate; an empty `act` leaves what is between the products to the
+    module's own `_apply_gate`.
+    """
+
+    up: str
+    down: str
+    up_bias: str
+    down_bias: str
+    act: str
+    halves: str
+    transposed: bool
+
+
+Record = (
+    Linear
+    | Norm
+    | Activation
+    | Embedding
+    | Patches
+    | Mlp
+    | DenseAct
+    | DenseAddNorm
+    | Attention
+    | Block
+    | ReadNorm
+    | ReadMlp
+    | LinearAct
+    | Done
+    | Router
+    | Experts
+)

@@ -9,7 +9,19 @@ from torch import nn
 
 from trinfer import compat
 from trinfer.graphs import Pieces
-from trinfer.layers import activation, attention, block, embedding, linear, mask, mlp, norm, recorded
+from trinfer.layers import (
+    activation,
+    attention,
+    block,
+    embedding,
+    linear,
+    mask,
+    mlp,
+    moe,
+    norm,
+    read,
+    recorded,
+)
 from trinfer.rewrite.plan import Plan
 
 # the name of a step's forward -> the function that is bound; adding a kind of layer is one line here
@@ -19,16 +31,22 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "decoder_attention": attention.decoder_attention_forward,
     "dense_act": mlp.dense_act_forward,
     "dense_add_norm": mlp.dense_add_norm_forward,
+    "done": read.done_forward,
     "embedding": embedding.embedding_forward,
     "encoder_attention": attention.encoder_attention_forward,
+    "experts": moe.experts_forward,
     "layer_norm": norm.layer_norm_forward,
     "linear": linear.linear_forward,
+    "linear_act": read.linear_act_forward,
     "mlp": mlp.mlp_forward,
     "recorded_block": recorded.recorded_block_forward,
     "patches": embedding.patches_forward,
+    "read_mlp": read.read_mlp_forward,
+    "read_norm": read.read_norm_forward,
     "residual_attention": attention.residual_attention_forward,
     "residual_mlp": mlp.residual_mlp_forward,
     "rms_norm": norm.rms_norm_forward,
+    "router": moe.router_forward,
 }
 
 

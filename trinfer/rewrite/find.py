@@ -11,7 +11,7 @@ from trinfer.backend import Backend
 from trinfer.compat import ATTENTION_NAME, attention_implementation, dtype_name, uses_interface
 from trinfer.config import InferenceConfig
 from trinfer.layers import records
-from trinfer.rewrite import match, whole
+from trinfer.rewrite import generic, match, read_moe, whole
 from trinfer.rewrite.plan import Kept, Plan, Step
 
 
@@ -19,20 +19,24 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
     """What `init_inference` will do to `model`; nothing is touched.
 
     Raises:
-        ValueError: kernel injection is asked for and no part of the model can be swapped.
+        ValueError: kernel injection is asked for and no part of the model can be swapped, or `config.moe`
+            describes another model.
     """
     training = tuple(path for path, module in model.named_modules() if module.training)
     steps = list(_whole_model(model, config, backend, bool(training)))
     arch = _row(model)
+    read_moe.check(model, config, bool(arch and arch.dense_branch and arch.coefficient))
     if not config.replace_with_kernel_inject:
         step = "model.forward; replace_with_kernel_inject was not asked for"
         return Plan("pass-through", type(model).__name__, "", tuple(steps), (), step, training=training)
-    swaps, kept = find_swaps(model, arch)
+    read = generic.read(model, config, backend.device)
+    swaps, kept = find_swaps(model, arch, read)
     if not swaps:
         raise ValueError(_nothing_found(model, kept))
-    attention = _former_attention(model, arch, swaps)
+    attention = _former_attention(model, arch, swaps) if arch else read.attention
     if attention is not None:
         why = "attention and mask function are registered under this name"
+        why += "" if arch else f"; asked for by {len(read.asking)} modules"
         steps.append(Step("", f"{attention} attention", f"{ATTENTION_NAME} attention", why))
     decoder = _decoder(model, arch, swaps)
     if isinstance(decoder, str):
@@ -73,10 +77,10 @@ def _rows(arch: Arch | None) -> Iterator[Arch]:
         arch = arch.decoder
 
 
-def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Kept]]:
-    """Swaps and kept parts: first whole parts that the row names, then every plain torch module left over."""
+def find_swaps(model: nn.Module, arch: Arch | None, read: generic.Reading) -> tuple[list[Step], list[Kept]]:
+    """Swaps and kept parts: what the row names, what was read, then every plain torch module left over."""
     swaps: dict[str, Step] = {}
-    kept: dict[str, Kept] = {}
+    kept: dict[str, Kept] = {entry.path: entry for entry in read.kept} if arch is None else {}
     covered: set[str] = set()
     roles = {path: role for row in _rows(arch) for path, role in _roles(model, row).items()}
     named = (part for row in _rows(arch) for part in _named_by_row(model, row))
@@ -88,7 +92,19 @@ def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Ke
             continue
         swaps[path] = Step(path, type(module).__name__, found.text, why, found.forward, found.record)
         if reader.bypasses:
-            covered.update(f"{path}.{name}" for name, _ in module.named_modules() if name)
+            covered.update(_below(model, path))
+    for path in read.untouched:
+        kept[path] = Kept(path, type(model.get_submodule(path)).__name__, "moe.enabled=False")
+        covered.update(_below(model, path))
+    for path, found in [*read.moe.items(), *_rest(model, arch, read, {*swaps, *kept, *covered})]:
+        module = model.get_submodule(path)
+        if isinstance(found, str):
+            kept.setdefault(path, Kept(path, type(module).__name__, found))
+            continue
+        kept.pop(path, None)
+        swaps[path] = Step(path, type(module).__name__, found.text, found.why, found.forward, found.record)
+        if found.forward in generic.BYPASSING:
+            covered.update(_below(model, path))
     for path, module, row in _layers(model, arch):
         found = whole.layer(module, row)
         why = f"row {row.model_type}: whole layer"
@@ -109,6 +125,18 @@ def find_swaps(model: nn.Module, arch: Arch | None) -> tuple[list[Step], list[Ke
             kept.setdefault(path, entry)
     order = [path for path, _ in model.named_modules()]
     return [swaps[path] for path in order if path in swaps], [kept[path] for path in order if path in kept]
+
+
+def _below(model: nn.Module, path: str) -> Iterator[str]:
+    """Paths of everything inside the module at `path`."""
+    return (f"{path}.{name}" for name, _ in model.get_submodule(path).named_modules() if name)
+
+
+def _rest(
+    model: nn.Module, arch: Arch | None, read: generic.Reading, taken: set[str]
+) -> Iterator[tuple[str, match.Found | str]]:
+    """What was read of the parts that no row names."""
+    return read.rest(model, taken) if arch is None or arch.experts else iter(())
 
 
 def _named_by_row(model: nn.Module, arch: Arch) -> Iterator[tuple[str, nn.Module, match.Reader, str]]:
@@ -205,7 +233,7 @@ def _left_to_the_model(model: nn.Module, arch: Arch | None) -> Iterator[tuple[st
     if arch is None:
         rows = ", ".join(sorted(ARCHITECTURES))
         what = f"no row for model_type {_model_type(model)!r} in ARCHITECTURES ({rows})"
-        yield "", type(model).__name__, f"{what}: {apart}"
+        yield "", type(model).__name__, f"{what}: its parts were read one by one"
     for row in _rows(arch):
         yield from _left_by_row(model, row, apart)
 

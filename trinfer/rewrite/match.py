@@ -167,6 +167,11 @@ def has(module: nn.Module, path: str) -> bool:
     return True
 
 
+def strange_weights(module: nn.Module) -> str:
+    """Why the kernels cannot read the parameters of this module itself; empty if they can."""
+    return _weights(module)
+
+
 def computes(module: nn.Module) -> bool:
     """False for leaves that hand their input on while a model is in eval mode."""
     return not isinstance(module, nn.Dropout | nn.Identity | nn.ModuleList | nn.ModuleDict)
