@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 import trinfer
+from tests.moe_models import MOE
 from trinfer import backend
 from trinfer.compat import cache_key
 
@@ -261,6 +262,8 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("t5", "Seq2SeqLM", _T5),
     "t5_gated": ("t5", "Seq2SeqLM", _T5 | {"feed_forward_proj": "gated-gelu"}),
 }
+
+ZOO |= MOE
 
 if cache_key() != "cache":
     # transformers 5.17 gives this decoder the mask of an encoder, and does not know that model

@@ -21,6 +21,7 @@ from tests.models import (
     result,
     token_ids,
 )
+from tests.moe_models import MOE
 from tests.remote import InternLMAttention, OlderAttention, internlm
 from tests.reports import REPORTS, models
 from trinfer import ARCHITECTURES, Arch
@@ -45,8 +46,11 @@ def assert_same_logits(
     assert bool((actual.argmax(-1) == expected.argmax(-1))[clear].all())
 
 
-@pytest.mark.parametrize("dtype", LOGIT_BOUND, ids=str)
-@pytest.mark.parametrize("name", WITH_ROW)
+# bfloat16 chooses between experts that are almost as good, and no bound holds: see tests/test_moe.py
+BOUNDED = [(n, dtype) for n in WITH_ROW for dtype in LOGIT_BOUND if n not in MOE or dtype != torch.bfloat16]
+
+
+@pytest.mark.parametrize(("name", "dtype"), BOUNDED, ids=str)
 def test_logits_match_transformers(name: str, dtype: torch.dtype) -> None:
     model = make(name)
     expected = reference(model)
@@ -85,17 +89,23 @@ GLUE = (
     "adds its tables in torch",
     "cos and sin are made once per forward, in torch",
     "hands hidden states from part to part in torch",
+    "hands hidden states from its router to its experts in torch",
 )
 # what a row cannot name or a kernel not compute: classes that stay
 STAYS = {
     "bart": {"BartScaledWordEmbedding", "BartLearnedPositionalEmbedding"},
     "cohere_normed": {"CohereAttention", "CohereLayerNorm"},
+    "deepseek_v2": {"DeepseekV2Attention"},
+    "deepseek_v2_groups": {"DeepseekV2Attention"},
+    "deepseek_v3": {"DeepseekV3Attention"},
     "distilbert": {"CrossEntropyLoss"},
     "gemma": {"GemmaTextScaledWordEmbedding"},
     "gemma2": {"Gemma2TextScaledWordEmbedding"},
     "gemma3_text": {"Gemma3TextScaledWordEmbedding"},
+    "olmoe_clipped": {"OlmoeAttention"},
     "opt": {"OPTLearnedPositionalEmbedding"},
     "opt_pre": {"OPTLearnedPositionalEmbedding"},
+    "qwen2_moe_sw": {"Qwen2MoeAttention"},
     "stablelm_normed": {"StableLmAttention"},
     "t5": {"T5Attention"},
     "t5_gated": {"T5Attention"},

@@ -401,6 +401,14 @@ def test_attention_of_its_own_beside_the_interface_keeps_both() -> None:
     assert "stages.0.gaze.look" in paths_of(plan, "linear")
 
 
+def test_windows_that_only_masks_hold_keep_the_attention() -> None:
+    model = odd_model()
+    model.config.sliding_window = 4
+    plan = plan_of(model)
+    assert plan.attention is None
+    assert "stages.0.gaze does not tell the interface of its window" in why_kept(plan, "stages.1.gaze")
+
+
 def test_probing_leaves_no_trace_in_the_model() -> None:
     model = stranger("llama")
     before = fingerprint(model)

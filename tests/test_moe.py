@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import trinfer
-from tests.models import DEVICE, VOCABULARY, engine_of, left_padded, make, reference, shake, token_ids
+from tests.models import DEVICE, engine_of, left_padded, make, reference, token_ids
+from tests.moe_models import MOE
 from tests.test_architectures import LOGIT_BOUND, assert_same_logits
 from tests.test_rewrite import assert_untouched, fingerprint, paths_of, plan_of, why_kept
 from trinfer import backend
@@ -17,62 +18,14 @@ from trinfer.rewrite import read_moe
 from trinfer.rewrite.match import Found
 from trinfer.rewrite.probe import Probes
 
-_SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-_DEEPSEEK = _SMALL | {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 40,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.5,
-}
-_QWEN = _SMALL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-
-# name -> (model_type, config)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("mixtral", _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe": ("qwen2_moe", _QWEN | {"shared_expert_intermediate_size": 56}),
-    "qwen2_moe_dense": ("qwen2_moe", _QWEN | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [0]}),
-    "qwen3_moe": ("qwen3_moe", _QWEN | {"head_dim": 16}),
-    "qwen3_moe_norm": ("qwen3_moe", _QWEN | {"head_dim": 16, "norm_topk_prob": True}),
-    "olmoe": ("olmoe", _SMALL | {"num_experts": 5, "num_experts_per_tok": 2}),
-    "deepseek_v2": ("deepseek_v2", _DEEPSEEK),
-    "deepseek_v2_groups": ("deepseek_v2", _DEEPSEEK | {"topk_method": "group_limited_greedy"}),
-    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
-    "gpt_oss": (
-        "gpt_oss",
-        _SMALL | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
-    ),
-}
-
 
 def moe_model(name: str, **overrides: Any) -> PreTrainedModel:
-    """A tiny model of the family, its weights and the buffers of its routers random."""
-    model_type, config = MODELS[name]
-    torch.manual_seed(0)
-    made = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **(config | overrides))
-    model = AutoModelForCausalLM.from_config(made).eval()
-    shake(model)
+    """A model of the zoo in which the buffers of routers are random as well."""
+    model = make(name, **overrides)
     for path, buffer in model.named_buffers():
         if path.endswith("e_score_correction_bias"):
             buffer.copy_(0.1 * torch.randn(buffer.shape))
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model.to(DEVICE)
+    return model
 
 
 def stranger(name: str, **overrides: Any) -> PreTrainedModel:
@@ -87,7 +40,7 @@ def moe_paths(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("build", [moe_model, stranger], ids=["family", "stranger"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MOE)
 def test_logits_match_transformers_and_undo_restores(name: str, build: Any) -> None:
     model = build(name)
     expected = reference(model)
@@ -110,7 +63,7 @@ def test_logits_match_transformers_and_undo_restores(name: str, build: Any) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", MOE)
 def test_16_bits_are_no_further_off_than_transformers(name: str, dtype: torch.dtype) -> None:
     model = moe_model(name)
     exact = reference(model)
@@ -119,13 +72,13 @@ def test_16_bits_are_no_further_off_than_transformers(name: str, dtype: torch.dt
     ids = token_ids(3, 20)
     with torch.no_grad():
         truth = exact(ids).logits
-        errors = [(m(ids).logits.float() - truth).abs().flatten() for m in (engine, theirs)]
-    # where two experts are as good the rounding chooses, for them as for us: so not the largest error
-    ours, own = (float(error.square().mean().sqrt()) for error in errors)
-    assert ours <= max(1.5 * own, LOGIT_BOUND[dtype] / 10)
+        errors = [(m(ids).logits.float() - truth).abs().amax(-1) for m in (engine, theirs)]
+    # half of the positions: in some, rounding chooses between experts that are almost as good, for both of us
+    ours, own = (float(error.median()) for error in errors)
+    assert ours <= min(1.25 * own, LOGIT_BOUND[dtype])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MOE)
 def test_generate_matches_transformers(name: str) -> None:
     model = moe_model(name)
     expected = reference(model)
@@ -135,7 +88,7 @@ def test_generate_matches_transformers(name: str) -> None:
     assert torch.equal(engine.generate(ids, **options), expected.generate(ids, **options))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MOE)
 def test_plan_names_rule_layout_and_what_stays(name: str) -> None:
     model = moe_model(name)
     plan = plan_of(model)
@@ -159,7 +112,7 @@ def test_plan_names_rule_layout_and_what_stays(name: str) -> None:
     assert rule.top_k == config.num_experts_per_tok
     expected = {
         "mixtral": ("softmax", True, 1.0, 1, False),
-        "qwen3_moe_norm": ("softmax", True, 1.0, 1, False),
+        "qwen3_moe_normed": ("softmax", True, 1.0, 1, False),
         "deepseek_v2": ("softmax", False, 1.5, 1, True),
         "deepseek_v2_groups": ("softmax", False, 1.5, 4, True),
         "deepseek_v3": ("sigmoid", True, 1.5, 4, True),

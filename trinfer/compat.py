@@ -129,6 +129,24 @@ def attention_modules(model: nn.Module) -> tuple[list[str], list[str]]:
     return asking, own
 
 
+def leaves_window_to_mask(model: nn.Module, asking: list[str]) -> list[str]:
+    """Those of the asking modules that belong to a model with windows and name none to the interface."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "sliding_window", None):
+        return []
+    kinds = dict(enumerate(getattr(config, "layer_types", None) or []))
+    found = []
+    for path in asking:
+        module = model.get_submodule(path)
+        code = inspect.unwrap(type(module).forward).__code__
+        named = {*code.co_names, *(n for const in code.co_consts if isinstance(const, tuple) for n in const)}
+        kind = kinds.get(getattr(module, "layer_idx", -1), "sliding_attention")
+        is_told = "sliding_window" in named or hasattr(module, "sliding_window")
+        if kind == "sliding_attention" and not is_told:
+            found.append(path)
+    return found
+
+
 def _attends(module: nn.Module, code: Any) -> bool:
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return "attention" in type(module).__name__.lower() or any("mask" in name for name in arguments)

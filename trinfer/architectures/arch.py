@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 NormKind = Literal["rms", "layer"]
 Cast = Literal["input", "float32"]
 Rotary = Literal["none", "half", "interleaved"]
-RotaryLayout = Literal["halves", "pairs", "sines_first"]
+RotaryLayout = Literal["halves", "pairs", "sines_first", "once"]
 Residual = Literal["pre", "post", "parallel"]
 QkvLayout = Literal["concat", "heads", "groups", "shards"]
 QkNorm = Literal["none", "head", "width"]
@@ -104,8 +104,8 @@ class Arch:
     # scaled: `sm_scale` is applied to the bias as well, and the model's own 4-D masks hold it already
     alibi: Alibi = "none"
     # `rotary_layout` says how the model's own table holds its angles: all of them twice, each of them twice,
-    # or once and the sines first; `rotary_flag` is an attribute of the attention module that is false where a
-    # layer does not rotate
+    # or once, with the sines first or not; `rotary_flag` is an attribute of the attention module, false where
+    # a layer does not rotate
     rotary: Rotary = "none"
     rotary_layout: RotaryLayout = "halves"
     rotary_flag: str = ""

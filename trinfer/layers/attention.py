@@ -79,6 +79,9 @@ def attention_function(
         [B, M, H, D], and the probabilities if they were asked for.
     """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window is None:
+        # some modules leave it to the mask, of which this function sees the padding only
+        sliding_window = getattr(module, "sliding_window", None)
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         is_causal,
@@ -209,6 +212,8 @@ def rotary_table(names: records.Attention, first: Tensor, second: Tensor) -> tup
     """The model's own rotary table as the kernels read it."""
     if names.rotary_layout == "sines_first":
         return second.repeat_interleave(2, -1), first.repeat_interleave(2, -1)
+    if names.rotary_layout == "once":
+        return torch.cat((first, first), -1), torch.cat((second, second), -1)
     if names.rotary == "interleaved" and names.rotary_layout == "halves":
         half = first.shape[-1] // 2
         return first[..., :half].repeat_interleave(2, -1), second[..., :half].repeat_interleave(2, -1)

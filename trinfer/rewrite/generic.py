@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trinfer.compat import attention_modules, parts_attention
+from trinfer.compat import attention_modules, leaves_window_to_mask, parts_attention
 from trinfer.config import InferenceConfig
 from trinfer.rewrite import match, read_moe
 from trinfer.rewrite.match import Found
@@ -72,9 +72,12 @@ def _attention(model: nn.Module, asking: list[str], own: list[str]) -> tuple[str
     alone = "computes attention itself and does not ask transformers' interface for it"
     used = parts_attention(model)
     kept = [Kept(path, type(model.get_submodule(path)).__name__, alone) for path in own]
-    if asking and not own and len(used) == 1:
+    windows = leaves_window_to_mask(model, asking)
+    if asking and not own and len(used) == 1 and not windows:
         return used.pop(), kept
-    if len(used) > 1:
+    if windows:
+        mixed = f"{windows[0]} does not tell the interface of its window, which only the masks hold"
+    elif len(used) > 1:
         mixed = f"parts of the model use different attention ({', '.join(sorted(used))})"
     else:
         mixed = "other modules compute attention themselves, from the same mask"

@@ -193,7 +193,8 @@ def _weights(module: nn.Module) -> str:
 def _strangers(module: nn.Module, expected: set[str]) -> str:
     """Children or parameters that the row does not name, so that the row does not describe this module."""
     children = {name for name, child in module.named_children() if computes(child)}
-    strange = sorted(children - expected | {name for name, _ in module.named_parameters(recurse=False)})
+    parameters = {name for name, _ in module.named_parameters(recurse=False)}
+    strange = sorted((children | parameters) - expected)
     return f"has {', '.join(strange)}, which the row does not name" if strange else ""
 
 
@@ -217,8 +218,16 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _switched_on(module: nn.Module, arch: Arch) -> str:
     """Which attribute that the row's reading does not cover is set on this module; empty if none is."""
-    found = [name for name in arch.must_be_off if getattr(module, name, None)]
+    found = [name for name in arch.must_be_off if _looked_up(module, name)]
     return f"has {', '.join(found)} set, which the kernels do not compute" if found else ""
+
+
+def _looked_up(module: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path, None where there is none."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _act(module: nn.Module, name: str) -> tuple[str, str]:
@@ -258,6 +267,8 @@ def _inside(path: str, owner: str) -> str:
 def _mlp(module: Any, arch: Arch) -> Found | str:
     paths = (arch.gate, arch.up, arch.gate_up, arch.down, arch.activation)
     gate, up, gate_up, down, activation = (_inside(path, arch.mlp) for path in paths)
+    if arch.experts and hasattr(module, _inside(arch.experts, arch.mlp)):
+        return "hands hidden states from its router to its experts in torch"
     linears = tuple(filter(None, (gate, up, gate_up, down)))
     act, no_act = _act(module, activation)
     refusal = _strangers(module, {*linears, activation}) or _linears(module, linears) or no_act
