@@ -30,7 +30,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton_version(),
+        "triton": backend.triton_version(),
         "transformers": transformers.__version__,
         "trinfer": trinfer.__version__,
     }
@@ -45,12 +45,3 @@ def cpu_name() -> str:
         else []
     )
     return names[0].partition(":")[2].strip() if names else platform.processor()
-
-
-def triton_version() -> str:
-    """Version of triton, or `none`."""
-    if not backend.has_triton():
-        return "none"
-    import triton
-
-    return triton.__version__

@@ -1,12 +1,16 @@
 """Settings of all tests: hypothesis, and threads that do not spin while they wait."""
 
 import os
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 # read when torch loads OpenMP: beside another busy process, threads that spin make decoding ten times slower
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# what was tuned on this machine must not decide what tests run
+os.environ["TRINFER_AUTOTUNE_CACHE"] = tempfile.mkdtemp(prefix="trinfer_tests_")
 
 settings.register_profile(
     "trinfer",

@@ -14,7 +14,7 @@ import triton
 
 from tests.aot.gate import Result, compile_all
 from tests.aot.jobs import defaults, space
-from tests.aot.targets import TARGETS
+from trinfer.backend.targets import TARGETS
 
 
 def table(title: str, results: Sequence[Result]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.aot.jobs import Job, faults
-from tests.aot.targets import TARGETS, Facts
+from trinfer.backend.targets import TARGETS, Facts
 
 # what a child process runs
 WORKER = "from tests.aot.worker import main; main()"

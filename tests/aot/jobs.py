@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from bench.run import MODELS
-from tests.aot.targets import TARGETS, Facts, compile_op
 from trinfer.autotune import Config
+from trinfer.autotune.compiled import compile_op
+from trinfer.backend.targets import TARGETS, Facts
 from trinfer.kernels import OPS, Norm, Prologue, Table
 from trinfer.kernels.op import Op
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.aot.gate import Result, compile_all
 from tests.aot.jobs import MODELS, VARIANTS, Job, arguments, defaults, space
-from tests.aot.targets import TARGETS, Facts
 from trinfer import backend
+from trinfer.backend.targets import TARGETS, Facts
 from trinfer.kernels import OPS
 
 pytestmark = [

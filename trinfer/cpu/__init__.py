@@ -20,9 +20,9 @@ on every `@triton.jit` kernel that is launched on CPU tensors runs compiled.
 
 import os
 
-from trinfer.cpu.build import NO_COMPILER, compile_listeners, features, find_compiler
+from trinfer.cpu.build import NO_COMPILER, compile_listeners, features, find_compiler, version
 
-__all__ = ["NO_COMPILER", "activate", "compile_listeners", "features", "find_compiler"]
+__all__ = ["NO_COMPILER", "activate", "compile_listeners", "features", "find_compiler", "version"]
 
 
 def activate() -> None:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.elements import ACTIVATIONS, activate, activate_ref, check_act
 from trinfer.kernels.op import Op, launched, nbytes
 
@@ -27,6 +27,7 @@ def _activation_kernel(x_ptr, y_ptr, N, ACT: tl.constexpr, BLOCK_N: tl.constexpr
     tl.store(y_ptr + first + offs_n, activate(x, ACT).to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
+@tuned
 def activation(x: Tensor, act: str) -> Tensor:
     """y = act(x), entry by entry.
 

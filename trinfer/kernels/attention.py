@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.elements import dot, load_tile
 from trinfer.kernels.op import Op, as_bias, launched, nbytes, next_power_of_2, strides_of, unit_stride
 from trinfer.kernels.scores import (
@@ -230,6 +230,7 @@ def _attention_kernel(
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=mask_m & (offs_v < DV))
 
 
+@tuned
 def attention(
     q: Tensor,
     k: Tensor,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.op import Op, launched, nbytes, wide
 
 
@@ -35,6 +35,7 @@ def _combine_experts_kernel(
     tl.store(y_ptr + pid_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
+@tuned
 def combine_experts(x: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
     """y_t = sum over k of weights_tk · x_tk, + residual_t.
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.elements import dot, load_tile
 from trinfer.kernels.heads import Prologue, check_new_token, load_heads, prologue_ref, with_equal_strides
 from trinfer.kernels.op import Op, as_bias, launched, nbytes, strides_of, unit_stride
@@ -222,6 +222,7 @@ def _decode_attention_kernel(
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=mask_h[:, None] & (offs_v < DV))
 
 
+@tuned
 def decode_attention(
     q: Tensor,
     k: Tensor,

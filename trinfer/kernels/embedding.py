@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref, normalise_row
 from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output_of, unit_stride, wide
 
@@ -121,6 +121,7 @@ def _embedding_kernel(
     tl.store(y_ptr + pid_m * N + offs_n, y.to(dtype), mask=mask_n)
 
 
+@tuned
 def embedding(
     ids: Tensor,
     weight: Tensor,

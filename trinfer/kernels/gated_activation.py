@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.elements import ACTIVATIONS, activate, activate_ref, check_act
 from trinfer.kernels.op import Op, as_rows, launched, nbytes
 
@@ -33,6 +33,7 @@ def _gated_activation_kernel(
     tl.store(y_ptr + pid_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
+@tuned
 def gated_activation(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """y = act(gate) · up.
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.elements import (
     activate,
     as_segments,
@@ -167,6 +167,7 @@ def _gemv_kernel(
         tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@tuned
 def gemv(
     x: Tensor,
     weight: Tensor | tuple[Tensor, ...],

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.elements import activate, as_experts, check_act, experts_ref
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
 
@@ -147,6 +147,7 @@ def _grouped_gemv_kernel(
     tl.store(y_ptr + y_offs, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
+@tuned
 def grouped_gemv(
     x: Tensor,
     weight: Tensor | tuple[Tensor, Tensor],

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.elements import activate, as_experts, check_act, dot, experts_ref
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
 
@@ -133,6 +133,7 @@ def _grouped_matmul_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
 
+@tuned
 def grouped_matmul(
     x: Tensor,
     weight: Tensor | tuple[Tensor, Tensor],

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.argmax_elements import argmax_memory, finish_argmax, rank
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
 
@@ -70,6 +70,7 @@ def _gumbel_kernel(
     finish_argmax(best_ptr, best_ptr + M, token_ptr + pid_m, 1, tl.num_programs(1), 1)
 
 
+@tuned
 def gumbel(
     logits: Tensor,
     temperature: float | Tensor,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.argmax_elements import argmax_memory, finish_argmax, rank
 from trinfer.kernels.elements import as_segments, linear_ref
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref, row_statistics
@@ -130,6 +130,7 @@ def _lm_head_kernel(
     finish_argmax(scratch_ptr, scratch_ptr + M, token_ptr, M, tl.num_programs(0), 16)
 
 
+@tuned
 def lm_head(
     x: Tensor,
     weight: Tensor,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.elements import (
     activate,
     as_segments,
@@ -141,6 +141,7 @@ def _matmul_kernel(
     tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@tuned
 def matmul(
     x: Tensor,
     weight: Tensor | tuple[Tensor, ...],

@@ -19,6 +19,7 @@ class Op:
     `default(key)` is a whole launch configuration; each entry of `space` overrides parts of it.
     `inputs(**sizes)` builds random arguments, `cost(**arguments)` gives the bytes moved and the operations;
     `writes` names those arguments that the launcher changes in place.
+    `revision` rises when a configuration comes to mean something else: measured rows are void then.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Op:
     inputs: Callable[..., dict[str, Any]]
     cost: Callable[..., tuple[int, int]]
     writes: tuple[str, ...] = ()
+    revision: int = 1
 
 
 _counters: list[Counter[str]] = []

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.heads import Prologue, check_prologue, copy_heads, prologue_ref
 from trinfer.kernels.op import Op, launched, nbytes, unit_stride
 from trinfer.kernels.scores import load_range
@@ -123,6 +123,7 @@ def _qkv_post_kernel(
         tl.store(v_cache_ptr + offs_g * stride_yg + offs_v, v, mask=mask)
 
 
+@tuned
 def qkv_post(
     q: Tensor,
     k: Tensor,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.elements import activate, check_act, load_bias, pad_to_three, pick_segment
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
 from trinfer.kernels.quant_elements import (
@@ -126,6 +126,7 @@ def _quant_matmul_kernel(
     tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@tuned
 def quant_matmul(
     x: Tensor,
     weight: Tensor | tuple[Tensor, ...],

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
 from trinfer.kernels.quant_elements import group_size, stored_columns
 
@@ -102,6 +102,7 @@ def _quantize_kernel(
         tl.store(scale_ptrs + G, zero, mask=mask_m)
 
 
+@tuned
 def quantize(
     x: Tensor, *, bits: int = 8, group: int | None = None, symmetric: bool = True
 ) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.norm_elements import check_cast, check_norm
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, rows_output, unit_stride, wide
 
@@ -59,6 +59,7 @@ def _rms_norm_kernel(
     tl.store(y_ptr + pid_m * stride_ym + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
+@tuned
 def rms_norm(
     x: Tensor,
     weight: Tensor,

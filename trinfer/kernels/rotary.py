@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.heads import check_rotated, copy_heads, rotate_ref
 from trinfer.kernels.op import Op, launched, nbytes, unit_stride, wide
 
@@ -76,6 +76,7 @@ def _rotary_kernel(
         )
 
 
+@tuned
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2, wide
 
 SCORINGS = ("softmax", "softmax_topk", "sigmoid")
@@ -126,6 +126,7 @@ def _routing_kernel(
     tl.store(weights_ptr + offs, weights * scale, mask=mask_m & mask_k)
 
 
+@tuned
 def routing(
     logits: Tensor,
     top_k: int,

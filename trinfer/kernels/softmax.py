@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
 
 
@@ -53,6 +53,7 @@ def _softmax_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK_N: tl.constexpr, SPANS_N: 
             tl.store(y_ptr + n + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
+@tuned
 def softmax(x: Tensor) -> Tensor:
     """y = exp(x) / sum(exp(x)), over the last dimension.
 

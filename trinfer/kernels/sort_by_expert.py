@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2
 
 
@@ -41,6 +41,7 @@ def _sort_by_expert_kernel(ids_ptr, order_ptr, offsets_ptr, P, E, BLOCK_P: tl.co
         at += tl.sum(mine.to(tl.int32), 0)
 
 
+@tuned
 def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """order = stable argsort of ids, offsets[e] = how many ids are smaller than e.
 

@@ -1,5 +1,6 @@
 """Where an op runs: on a GPU, compiled on the CPU, in Triton's interpreter, or as its PyTorch reference."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -7,7 +8,9 @@ import platform
 import re
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -122,6 +125,66 @@ def device_slug(device: torch.device) -> str:
     if device.type == "cuda":
         return re.sub(r"\W+", "_", torch.cuda.get_device_name(device).lower()).strip("_")
     return "_".join(["cpu", platform.machine(), *cpu.features()])
+
+
+@contextlib.contextmanager
+def as_if_on_gpu(shared: int, multiprocessors: int) -> Iterator[None]:
+    """Inside the `with` block kernels are prepared for a GPU that is not there; nothing may be launched."""
+    answers = {
+        "kind": lambda: "gpu",
+        "runs_triton": lambda x: True,
+        "shared_bytes": lambda: shared,
+        "multiprocessor_count": lambda device: multiprocessors,
+    }
+    own = {name: globals()[name] for name in answers}
+    globals().update(answers)
+    try:
+        yield
+    finally:
+        globals().update(own)
+
+
+def device_facts(device: torch.device) -> dict[str, str | int]:
+    """What says whether numbers measured on one device hold on another."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "slug": device_slug(device),
+            "arch": arch(device),
+            "multiprocessors": properties.multi_processor_count,
+            "shared_bytes": shared_bytes(),
+        }
+    return {"slug": device_slug(device), "arch": arch(device)}
+
+
+@functools.cache
+def arch(device: torch.device) -> str:
+    """The architecture, which devices of several names share: `sm_90`, `gfx942`, `x86_64`."""
+    if device.type != "cuda":
+        return platform.machine()
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def triton_version() -> str:
+    """Version of triton, or `none`."""
+    if not has_triton():
+        return "none"
+    import triton
+
+    return str(triton.__version__)
+
+
+@functools.cache
+def driver_version() -> str:
+    """What turns compiled kernels into work: the GPU's driver and toolkit, or trinfer's own CPU backend."""
+    if kind() != "gpu":
+        return cpu.version()[:8]
+    loaded = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Kernel Module\D*([\d.]+)", loaded.read_text()) if loaded.exists() else None
+    return f"{torch.version.hip or torch.version.cuda} {found[1] if found else ''}".strip()
 
 
 def default_device() -> torch.device:

@@ -5,6 +5,7 @@ Triton's own specialisation for a driver that names a target and owns no device.
 """
 
 import contextlib
+import math
 import re
 import subprocess
 import tempfile
@@ -13,16 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
-
-from trinfer import autotune, backend
-from trinfer.autotune import Config
-from trinfer.kernels.op import Op
+from triton.runtime import JITFunction
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -95,50 +92,50 @@ class NoDevice(DriverBase):
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher would have started."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def programs(self) -> int:
+        """Programs of the grid."""
+        return math.prod(self.grid)
+
+
 @contextlib.contextmanager
-def as_if_on(target: Target) -> Iterator[None]:
-    """Launchers inside the `with` block believe in a GPU of `target`."""
-    # the rule for a key is remembered, and here it answers for another machine
-    autotune._analytic.cache_clear()
-    with (
-        mock.patch.object(backend, "kind", lambda: "gpu"),
-        mock.patch.object(backend, "runs_triton", lambda x: True),
-        mock.patch.object(backend, "shared_bytes", lambda: target.shared_bytes),
-        mock.patch.object(backend, "multiprocessor_count", lambda device: target.multiprocessors),
-    ):
-        yield
-    autotune._analytic.cache_clear()
+def caught() -> Iterator[list[Launch]]:
+    """Note what is launched inside the `with` block; none of it runs."""
+    launches: list[Launch] = []
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append(Launch(kernel, grid if isinstance(grid, tuple) else grid(options), args, options))
+
+    run = JITFunction.run
+    JITFunction.run = note
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
 
 
-def caught_launches(launch: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """(kernel, arguments, options) of every launch that `launch` makes; none of them runs."""
-    caught = []
-
-    def run(kernel: Any, *args: Any, **options: Any) -> None:
-        caught.append((kernel, args, {k: v for k, v in options.items() if k not in ("grid", "warmup")}))
-
-    with mock.patch.object(triton.runtime.jit.JITFunction, "run", run):
-        launch()
-    return caught
-
-
-def compile_launch(launch: Callable[[], Any], target: Target) -> list[Facts]:
-    """Compile every kernel that `launch` would start on a GPU of `target`."""
-    # activates the driver of this machine, to come back to
-    backend.kind()
-    with as_if_on(target):
-        launches = caught_launches(launch)
+def compile_launches(launches: list[Launch], target: Target) -> list[Facts]:
+    """Compile every launch for `target`; the kernels land in Triton's cache, for the day it is there."""
     previous = triton.runtime.driver.active
     triton.runtime.driver.set_active(NoDevice(target.gpu))
     try:
-        return [_compile(kernel, args, options) for kernel, args, options in launches]
+        return [_compile(launch) for launch in launches]
     finally:
         triton.runtime.driver.set_active(previous)
 
 
-def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Facts:
+def _compile(launch: Launch) -> Facts:
     start = time.perf_counter()
-    compiled = kernel.run(*args, grid=(1,), warmup=True, **options)
+    compiled = launch.kernel.run(*launch.args, grid=(1,), warmup=True, **launch.options)
     seconds = time.perf_counter() - start
     asm = compiled.asm
     if "ptx" in asm:
@@ -152,7 +149,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Fac
         registers, spilled = _number("vgpr_count", text), 4 * _number("vgpr_spill_count", text)
         matrix, wide = re.search(r"\bv_mfma", text), re.search(r"(global|buffer)_load_dwordx4", text)
     return Facts(
-        kernel=kernel.__name__,
+        kernel=launch.kernel.__name__,
         registers=registers,
         spilled_bytes=spilled,
         shared_bytes=compiled.metadata.shared,
@@ -180,13 +177,3 @@ def _cubin_resources(cubin: bytes) -> tuple[int, int]:
         raise RuntimeError(f"{CUOBJDUMP} printed no resource usage: {text}")
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
-
-
-def compile_op(op: Op, arguments: dict[str, Any], config: Config | None, target: Target) -> list[Facts]:
-    """Compile the launch of `op` with meta tensors `arguments`; `config` overrides the default."""
-
-    def launch() -> None:
-        with autotune.pin(op, config or {}):
-            op.launcher(**arguments)
-
-    return compile_launch(launch, target)
