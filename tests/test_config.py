@@ -197,6 +197,12 @@ BAD = [
         ValueError,
         ["triton_autotune=True", "replace_with_kernel_inject=True"],
     ),
+    (
+        None,
+        {"triton_autotune": True, "keep_module_on_host": True, **INJECT, "device": "cuda"},
+        ValueError,
+        ["triton_autotune=True", "keep_module_on_host=True", "trinfer warmup"],
+    ),
     (None, {"quant": {"weight": {"num_bits": 8}}}, ValueError, ["quant", "dtype", "int8"]),
     (None, {"dtype": "int8", "quant": {"enabled": False}}, ValueError, ["int8", "quant.enabled=False"]),
     (
@@ -254,7 +260,6 @@ ASKING: dict[str, dict[str, Any]] = {
     "tensor_parallel.tp_grain_size": {"tp": {"tp_grain_size": 32}},
     "tensor_parallel.mpu": {"tp": {"mpu": MPU}},
     "tensor_parallel.tp_group": {"tp": {"tp_group": object()}},
-    "triton_autotune": {"triton_autotune": True, **INJECT},
     "zero.stage": {"zero": NVME},
     "zero.offload_param": {"zero": NVME},
     "triangular_masking": {"triangular_masking": False},

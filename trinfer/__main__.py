@@ -1,4 +1,4 @@
-"""The command line: `trinfer generate`, `trinfer plan`, `trinfer demo`."""
+"""The command line: `trinfer generate`, `trinfer plan`, `trinfer warmup`, `trinfer cache`, `trinfer demo`."""
 
 import argparse
 import contextlib
@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 import trinfer
-from trinfer import backend, checkpoint, cpu
+from trinfer import backend, checkpoint, cpu, warmup
+from trinfer.autotune import lookup, table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = {
@@ -64,6 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="show what would be swapped, without reading a weight")
     plan.set_defaults(prepare=prepare_plan)
     _add_model(plan)
+    tuned = commands.add_parser("warmup", help="tune every launch of a model, and keep what was found")
+    tuned.set_defaults(prepare=warmup.prepare)
+    warmup.add_arguments(tuned)
+    cache = commands.add_parser("cache", help="join tables of launch configurations")
+    cache.set_defaults(prepare=prepare_cache)
+    cache.add_argument("action", choices=["merge"], help="merge: put the rows of FOLDERs into the cache")
+    cache.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a cache of another process")
+    cache.add_argument("--into", type=Path, metavar="FOLDER", help="default: the cache of this user")
     demo = commands.add_parser(
         "demo", help="two small models through the kernels, compared with transformers"
     )
@@ -223,6 +233,23 @@ def prepare_plan(args: argparse.Namespace) -> Run:
 
     def run() -> int:
         print(plan)
+        return 0
+
+    return run
+
+
+def prepare_cache(args: argparse.Namespace) -> Run:
+    """Check that the tables can be read, and return the merge."""
+    missing = [str(folder) for folder in args.folders if not folder.is_dir()]
+    if missing:
+        raise FileNotFoundError(
+            f"no such folder: {', '.join(missing)}; allowed: folders of <device>/<op>.json"
+        )
+    target = args.into or lookup.user_folder()
+
+    def run() -> int:
+        for path, rows in table.merge_folders(args.folders, target):
+            print(f"{rows:5} rows in {path}")
         return 0
 
     return run

@@ -18,6 +18,7 @@ from trinfer.compat import dtype_name, kv_shape
 from trinfer.config import InferenceConfig, check_combinations, refuse_unbuilt
 from trinfer.rewrite import Plan
 from trinfer.rewrite import make_plan as plan_of
+from trinfer.tune import refuse_to_tune, tune
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> "Infe
             model.to(where.device)
         model.eval()
         generation.attach(model, limits, _decoder(plan, options))
+        if options.triton_autotune:
+            tune(model, options.max_out_tokens)
         return _engine_class(model)(model, options, plan)
 
 
@@ -71,6 +74,8 @@ def prepare(model: nn.Module, config: Any, kwargs: dict[str, Any]) -> tuple[Infe
             f"replace_with_kernel_inject=True needs Triton and {backend.why_reference()}; leave the option "
             "out to run the model's own code"
         )
+    if options.triton_autotune:
+        refuse_to_tune(model)
     return options, where, plan_of(model, options, where)
 
 

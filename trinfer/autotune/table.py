@@ -218,6 +218,33 @@ def dumps(head: Head, rows: Mapping[str, Row]) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
+def merge_folders(sources: Iterable[Path], target: Path) -> Iterator[tuple[Path, int]]:
+    """Put every table of every source into the same place below `target`; each with its number of rows.
+
+    Tables of other devices are merged like the present one's: nothing here is run. What is no table is
+    reported and left out, and so is a table of another device than its counterpart in `target`.
+    """
+    for file in sorted({file for source in sources for file in source.glob("*/*.json")}):
+        try:
+            content = parse(file)
+        except (Unreadable, OSError) as error:
+            warn_once(f"{file} is left out: {error}")
+            continue
+        head = Head(content["op"], content["revision"], content["device"])
+        path = target / file.parent.name / f"{head.op}.json"
+        if _of_another_device(path, head):
+            warn_once(f"{file} is left out: it was measured on another device than {path}")
+        elif write(path, head, _valid(file, content["entries"])):
+            yield path, len(read(path, head))
+
+
+def _of_another_device(path: Path, head: Head) -> bool:
+    try:
+        return bool(parse(path)["device"] != head.device)
+    except (Unreadable, OSError):
+        return False
+
+
 def _shard(path: Path) -> Path:
     return path.with_name(f"{path.stem}.{socket.gethostname()}-{os.getpid()}.json")
 

@@ -98,6 +98,12 @@ RULES = (
         "set replace_with_kernel_inject=True, or leave triton_autotune out",
     ),
     Rule(
+        ("triton_autotune", "keep_module_on_host"),
+        lambda c, device: c.triton_autotune and c.keep_module_on_host and device != "cpu",
+        "a model that is kept on the host cannot be launched on the device to tune it",
+        "leave keep_module_on_host out, or run trinfer warmup before",
+    ),
+    Rule(
         ("quant", "dtype"),
         lambda c, device: c.is_set("quant") and c.quant.enabled and c.dtype != torch.int8,
         "quant acts with dtype='int8' only",
@@ -208,7 +214,6 @@ UNBUILT = {
     "tensor_parallel.tp_grain_size": Unbuilt("64", lambda size: size != 64),
     "tensor_parallel.mpu": Unbuilt("None", _given),
     "tensor_parallel.tp_group": Unbuilt("None", _given),
-    "triton_autotune": Unbuilt("False", bool),
     "zero.stage": Unbuilt("0", bool),
     "zero.offload_param": Unbuilt("None", _given),
     "triangular_masking": Unbuilt("unset", lambda value: True),
