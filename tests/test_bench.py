@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compare, generate, run
+from bench import compare, generate, run, static
 from tests.gguf_files import tiny_gguf
 from trinfer import backend
 from trinfer.kernels import OPS
@@ -42,6 +42,12 @@ def test_result_names_both_sides_their_ratio_and_the_machine(
 
 def test_different_tokens_give_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = iter([torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 4, 4]])])
+
+
+def test_u112_different_tokens_give_no_ratio(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = iter([torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 4, 4])])
     monkeypatch.setattr(generate, "measure", lambda *_: (next(sides), 1.0, 1.0))
     monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter(gemv=1)))
     with pytest.raises(SystemExit, match="tokens differ from transformers from token 2 on"):
@@ -63,6 +69,10 @@ def test_16_bits_may_choose_other_tokens_of_equal_likelihood(
 
 def test_no_launch_gives_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "measure", lambda *_: (torch.tensor([[1]]), 1.0, 1.0))
+
+
+def test_u112_no_launch_gives_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "measure", lambda *_: (torch.tensor([1]), 1.0, 1.0))
     monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter()))
     with pytest.raises(SystemExit, match="no kernel of trinfer was launched"):
         generate.compare(args)
@@ -98,3 +108,20 @@ def test_both_sides_of_a_comparison_compute_the_same(comparison: compare.Compari
 def test_ratio_is_the_median_over_rounds() -> None:
     times = {"trinfer": [1.0, 2.0, 4.0], "torch": [2.0, 2.0, 12.0]}
     assert run.ratio(times, "trinfer", "torch") == 2.0
+
+
+@pytest.mark.skipif(not backend.has_triton(), reason="compiles with triton")
+def test_static_report_of_a_device_that_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'trinfer[bench]'")
+    found = static.main(
+        [*["--ops", "activation", "gemv", "--models", "smollm2", "--most", "1", "--results"], str(tmp_path)]
+    )
+    out, _ = capsys.readouterr()
+    lines = [line for line in out.split("\n") if line.startswith(("activation", "gemv"))]
+    assert len(lines) == len(found) and sum("shipped: BLOCK_" in line for line in lines) == 2
+    for model, _, _, one in found:
+        assert model == "smollm2" and one.us >= one.floor_us > 0 and one.facts[0].registers > 0
+    assert "predicted" in out.strip().split("\n")[-1]
+    assert (tmp_path / "static_sm_90.png").stat().st_size > 10_000

@@ -20,7 +20,10 @@ NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "f
 @dataclass(frozen=True)
 class Device:
     """What a device does at best, in practice: 10^9 bytes a second from memory and from its shared cache,
-    10^12 operations a second by dtype, microseconds of a launch, and what its multiprocessors have."""
+    10^12 operations a second by dtype, microseconds of a launch, and what its multiprocessors have.
+
+    `has_warpgroups`: four warps multiply together and read shared memory themselves (sm_90 and later).
+    """
 
     read_gbps: float
     cache_gbps: float
@@ -28,9 +31,12 @@ class Device:
     launch_us: float
     multiprocessors: int
     shared_bytes: int
+    has_warpgroups: bool = False
 
     def peak_tflops(self, dtype: torch.dtype) -> float:
-        """Of products whose inputs are `dtype`; 8-bit codes run as 16-bit numbers."""
+        """Of products whose inputs are `dtype`; codes of 8 bits have units of their own on some devices."""
+        if dtype == torch.int8 and "int8" in self.tflops:
+            return self.tflops["int8"]
         return self.tflops[NAMES.get(dtype, "float16")]
 
 
@@ -89,6 +95,8 @@ def calibrate(device: torch.device) -> Device:
     for dtype, name in NAMES.items():
         a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
         rates[name] = round(2 * edge**3 / _seconds(functools.partial(torch.mm, a, b)) / 1e12, 4)
+    # 16-bit floats may be slow in torch on a CPU; a kernel widens them
+    rates["float16"] = max(rates["float16"], rates["float32"])
     x, y = (torch.ones(n, device=device) for n in (large, small))
     one = torch.ones(1, device=device)
     sm = torch.cuda.get_device_properties(device) if is_gpu else None
@@ -99,6 +107,7 @@ def calibrate(device: torch.device) -> Device:
         launch_us=round(_seconds(lambda: one.add_(1)) * 1e6, 2),
         multiprocessors=sm.multi_processor_count if sm else torch.get_num_threads(),
         shared_bytes=backend.shared_bytes() if is_gpu else 1 << 20,
+        has_warpgroups=is_gpu and backend.arch(device) in ("sm_90", "sm_100"),
     )
 
 

@@ -21,8 +21,14 @@ IN_FLIGHT_BYTES = 24 * 1024
 REGISTERS, WARPS, BLOCKS = 65536, 64, 32
 # from the first address to the first number, and from the last number to the end, of one program
 PROGRAM_US = 1.2
-# of one step of a loop whose loads are not ahead of it
-LATENCY_US = 0.7
+# of starting another program in the place of one that is done, while its neighbours work on
+ROUND_US = 0.05
+# of one step of a loop whose loads are not ahead of it, and how many loads the assembler puts first in one
+# whose sums need no matrix units
+LATENCY_US, UNROLLED = 0.7, 4
+# a sum on ordinary units: of each multiply-add, what is left beside loading and converting its numbers, and
+# the warps of a multiprocessor that hide each other's waiting
+VECTOR_SHARE, ENOUGH_WARPS = 0.2, 12
 # a CPU: handing a program to a thread, and one step of its inner loop
 CPU_PROGRAM_US, CPU_STEP_US = 0.3, 0.02
 
@@ -48,6 +54,16 @@ class Work:
     registers: int
     shared_bytes: int
     dtype: torch.dtype
+
+    @property
+    def depth(self) -> float:
+        """Inner length of a tile's product."""
+        return self.flops / (2 * self.rows * self.columns * self.programs)
+
+    @property
+    def ahead(self) -> int:
+        """Steps whose loads are under way together: the stages of a pipeline, or what is unrolled."""
+        return max(1, self.stages - 1) if self.has_tiles else UNROLLED * max(1, self.stages)
 
     @property
     def has_tiles(self) -> bool:
@@ -127,7 +143,7 @@ def _sized(work: Work, accumulated: int, loaded: float) -> Work:
 
 def predicted_us(work: Work, device: Device) -> float:
     """Microseconds of a launch; infinite if it cannot run."""
-    return _gpu_us(work, device) if backend.kind() == "gpu" else _cpu_us(work, device)
+    return gpu_us(work, device) if backend.kind() == "gpu" else _cpu_us(work, device)
 
 
 def occupancy(work: Work, device: Device) -> int:
@@ -145,43 +161,52 @@ def waves(work: Work, device: Device) -> float:
 def in_flight_bytes(work: Work, device: Device) -> float:
     """What one multiprocessor has asked for at a time."""
     programs = min(occupancy(work, device), max(1.0, work.programs / device.multiprocessors))
-    ahead = work.stages - 1 if work.has_tiles and work.stages > 1 else 1
-    return programs * work.step_bytes * min(ahead, work.steps)
+    return programs * work.step_bytes * min(work.ahead, work.steps)
 
 
-def _gpu_us(work: Work, device: Device) -> float:
+def gpu_us(work: Work, device: Device) -> float:
+    """Microseconds on a GPU; infinite if a program does not fit."""
     most = occupancy(work, device)
     if most < 1 or work.registers >= 256:
         return math.inf
     turns = math.ceil(work.programs / device.multiprocessors)
-    peak = device.peak_tflops(work.dtype) * 1e6 / device.multiprocessors
-    padded = 2 * work.rows * work.columns * _depth(work) if work.has_tiles else work.flops / work.programs
-    compute = turns * padded / (peak * _efficiency(work))
+    rounds = math.ceil(turns / most)
+    together = min(most, turns)
+    compute = turns * _program_flops(work) / (_rate(work, device, together) / device.multiprocessors)
     cache = turns * work.steps * work.step_bytes / (device.cache_gbps * 1e3 / device.multiprocessors)
     share = min(1.0, in_flight_bytes(work, device) / IN_FLIGHT_BYTES)
     busy = min(1.0, work.programs / device.multiprocessors)
     memory = work.bytes / (device.read_gbps * 1e3 * min(1.0, share * busy))
-    # what loads do not hide behind each other: the first of every wave, and each step of a lone program
-    rounds = math.ceil(turns / most)
-    ahead = max(1, work.stages - 1) if work.has_tiles else 1
-    steps = rounds * work.steps * LATENCY_US / (ahead * min(most, turns))
-    return device.launch_us + rounds * PROGRAM_US + max(compute, cache, memory, steps)
+    # what loads do not hide behind each other
+    steps = rounds * work.steps * LATENCY_US / (work.ahead * (together if work.has_tiles else 1))
+    return device.launch_us + PROGRAM_US + rounds * ROUND_US + max(compute, cache, memory, steps)
 
 
-def _depth(work: Work) -> float:
-    """Inner length of a tile's product."""
-    return max(1.0, work.flops / (2 * work.rows * work.columns * work.programs))
+def _program_flops(work: Work) -> float:
+    """What one program computes, the empty lanes of its tile included."""
+    padded = 2 * work.rows * work.columns * max(1.0, work.depth)
+    return padded if work.has_tiles else work.flops / work.programs
 
 
-def _efficiency(work: Work) -> float:
-    """Share of the peak that a tile reaches: wide ones feed the matrix units, small ones wait."""
-    if not work.has_tiles:
-        # sums of products on ordinary units
-        return 0.08
+def _rate(work: Work, device: Device, together: int) -> float:
+    """Operations in a microsecond: tiles by what feeds the matrix units, other sums by threads that wait."""
+    if work.has_tiles:
+        return device.peak_tflops(work.dtype) * 1e6 * _efficiency(work, device, together)
+    threads = min(1.0, together * work.warps / ENOUGH_WARPS)
+    return device.tflops["float32"] * 1e6 * VECTOR_SHARE * threads
+
+
+def _efficiency(work: Work, device: Device, together: int) -> float:
+    """Share of the peak that a tile reaches: large ones feed the matrix units, small ones wait."""
     if work.rows < 64:
         return 0.3 if work.columns < 64 else 0.45
-    by_width = {32: 0.45, 64: 0.7, 128: 0.9}.get(work.columns, 1.0)
-    return by_width * (1.0 if work.warps >= 8 or work.rows * work.columns <= 128 * 64 else 0.8)
+    area = work.rows * work.columns
+    if device.has_warpgroups:
+        by_width = {32: 0.45, 64: 0.7, 128: 0.9}.get(work.columns, 1.0)
+        return by_width * (1.0 if work.warps >= 8 or area <= 128 * 64 else 0.8)
+    # each warp loads what it multiplies into registers: both sides count, and a neighbour covers the waits
+    by_area = 0.55 if area < 64 * 64 else 0.75 if area < 64 * 128 else 0.9 if area < 128 * 128 else 1.0
+    return by_area * (1.0 if together > 1 else 0.8)
 
 
 def _cpu_us(work: Work, device: Device) -> float:

@@ -65,6 +65,12 @@ def best(call: Call, target: str, most: int = 1) -> list[Config]:
         return ranked(call, candidates(call.op, call.key), constants(target))[:most]
 
 
+def every(call: Call, target: str) -> list[Config]:
+    """Every configuration, the default first."""
+    with as_if_on(TARGETS[target]):
+        return candidates(call.op, call.key)
+
+
 def default(call: Call, target: str) -> Config:
     """What would be launched on `target` without a table."""
     with as_if_on(TARGETS[target]):
