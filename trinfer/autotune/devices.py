@@ -90,7 +90,7 @@ def _read(path: Path) -> dict[str, Device]:
 def calibrate(device: torch.device) -> Device:
     """Measure the constants of `device`: sums over memory and over a cache, products, empty launches."""
     is_gpu = device.type == "cuda"
-    large, small, edge = (1 << 28, 1 << 22, 8192) if is_gpu else (1 << 26, 1 << 16, 768)
+    large, small, edge = (1 << 28, 1 << 22, 8192) if is_gpu else (1 << 26, 1 << 20, 768)
     rates = {}
     for dtype, name in NAMES.items():
         a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
@@ -111,7 +111,7 @@ def calibrate(device: torch.device) -> Device:
     )
 
 
-def _seconds(call: Callable[[], Any], rounds: int = 5) -> float:
+def _seconds(call: Callable[[], Any], rounds: int = 8) -> float:
     """Of a call, the best of some rounds that last a few milliseconds each."""
     call()
     _wait()

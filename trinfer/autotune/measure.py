@@ -245,4 +245,4 @@ def _wins(trial: Trial, default: Trial, rounds: int = 9) -> bool:
     trial.samples_us.clear()
     default.samples_us.clear()
     gains = [default.sample() / trial.sample() for _ in range(rounds)]
-    return statistics.median(gains) >= 1.03
+    return statistics.median(gains) >= 1.03 and trial.us < default.us

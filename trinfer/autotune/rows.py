@@ -28,7 +28,8 @@ Row = dict[str, Any]
 
 def key_text(key: Any) -> str:
     """The fields of a key as sorted `name=value`, on a CPU with the threads: the same in every process."""
-    fields = {name: _text(value) for name, value in key._asdict().items()}
+    named = key._asdict() if hasattr(key, "_asdict") else {f"k{n}": value for n, value in enumerate(key)}
+    fields = {name: _text(value) for name, value in named.items()}
     if backend.kind() == "cpu":
         fields["threads"] = str(torch.get_num_threads())
     return " ".join(f"{name}={fields[name]}" for name in sorted(fields))
@@ -44,7 +45,9 @@ def neighbours(key: Any, texts: Iterator[str] | list[str]) -> list[tuple[float, 
     """(distance in powers of 2, key) of the `texts` that differ from `key` in bucketed fields only."""
     mine = dict(part.split("=", 1) for part in key_text(key).split(" "))
     bucketed = [name for name in BUCKETS if name in mine]
-    found = []
+    found: list[tuple[float, Any]] = []
+    if not bucketed:
+        return found
     for text in texts:
         theirs = dict(part.split("=", 1) for part in text.split(" ") if "=" in part)
         if mine.keys() != theirs.keys() or any(mine[n] != theirs[n] for n in mine if n not in bucketed):
