@@ -40,14 +40,10 @@ def test_result_names_both_sides_their_ratio_and_the_machine(
     assert path.with_name(f"{path.stem}_generate.png").stat().st_size > 1000
 
 
-def test_different_tokens_give_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = iter([torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 4, 4]])])
-
-
 def test_u112_different_tokens_give_no_ratio(
     args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sides = iter([torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 4, 4])])
+    sides = iter([torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 4, 4]])])
     monkeypatch.setattr(generate, "measure", lambda *_: (next(sides), 1.0, 1.0))
     monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter(gemv=1)))
     with pytest.raises(SystemExit, match="tokens differ from transformers from token 2 on"):
@@ -67,12 +63,8 @@ def test_16_bits_may_choose_other_tokens_of_equal_likelihood(
         generate.compare(args)
 
 
-def test_no_launch_gives_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "measure", lambda *_: (torch.tensor([[1]]), 1.0, 1.0))
-
-
 def test_u112_no_launch_gives_no_ratio(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "measure", lambda *_: (torch.tensor([1]), 1.0, 1.0))
+    monkeypatch.setattr(generate, "measure", lambda *_: (torch.tensor([[1]]), 1.0, 1.0))
     monkeypatch.setattr(generate, "count_launches", lambda: contextlib.nullcontext(Counter()))
     with pytest.raises(SystemExit, match="no kernel of trinfer was launched"):
         generate.compare(args)
