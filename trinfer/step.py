@@ -208,8 +208,9 @@ class Decoder:
 
     def _embed(self, ids: Tensor, rows: dict[str, Tensor], out: Tensor | None = None) -> Tensor:
         """States before the first layer; `rows` says where the position table is read (see `Table`)."""
-        positions = self.positions and Table(self.positions, offset=self.names.position_offset, **rows)
-        scale, norm = self.scale, self.embedding_norm
+        scale, norm, positions = self.scale, self.embedding_norm, None
+        if self.positions is not None:
+            positions = Table(self.positions, offset=self.names.position_offset, **rows)
         return embedding(ids, self.table, scale=scale, positions=positions, norm=norm, out=out)
 
     def _head(self, x: Tensor, rows: int, has_logits: bool) -> None:
@@ -217,7 +218,7 @@ class Decoder:
         w, names = self.workspace, self.names
         for first in range(0, rows, MAX_ROWS):
             part = slice(first, min(rows, first + MAX_ROWS))
-            logits, _ = lm_head(
+            lm_head(
                 x[part],
                 self.head.weight,
                 self.head.bias,
@@ -225,11 +226,10 @@ class Decoder:
                 scale=names.logit_scale,
                 softcap=names.logit_cap,
                 has_logits=has_logits,
+                logits=w.logits[part] if has_logits else None,
                 scratch=w.argmax[2 * part.start : 2 * part.stop],
                 out=w.token[part],
             )
-            if logits is not None:
-                w.logits[part].copy_(logits)
 
     def _attend_step(self, layer: Layer, rows: int, qkv: Tensor) -> Tensor:
         w, (p, prologue, buffers) = self.workspace, layer
