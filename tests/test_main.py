@@ -59,7 +59,7 @@ def test_generate_streams_the_answer_and_says_what_ran_where(gguf: str, capsys: 
         "plan: kernel injection",
     ):
         assert part in err
-    assert "rms_norm" in err.split("kernel launches: ")[1]
+    assert "lm_head" in err.split("kernel launches: ")[1]
 
 
 def test_generate_without_kernels_is_plain_transformers(gguf: str, capsys: Capture) -> None:

@@ -1,6 +1,6 @@
 """Making a plan: which modules of a model become kernels, which stay, and why. Works on meta models."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from torch import nn
@@ -79,52 +79,92 @@ def _rows(arch: Arch | None) -> Iterator[Arch]:
 
 def find_swaps(model: nn.Module, arch: Arch | None, read: generic.Reading) -> tuple[list[Step], list[Kept]]:
     """Swaps and kept parts: what the row names, what was read, then every plain torch module left over."""
-    swaps: dict[str, Step] = {}
-    kept: dict[str, Kept] = {entry.path: entry for entry in read.kept} if arch is None else {}
-    covered: set[str] = set()
-    roles = {path: role for row in _rows(arch) for path, role in _roles(model, row).items()}
-    named = (part for row in _rows(arch) for part in _named_by_row(model, row))
-    for path, module, reader, why in named:
-        refusal = match.obstacle(module, reader.arch.foreign) or match.bypassed(module, reader.bypasses)
-        found = refusal or reader(module)
-        if isinstance(found, str):
-            kept[path] = Kept(path, type(module).__name__, found)
-            continue
-        swaps[path] = Step(path, type(module).__name__, found.text, why, found.forward, found.record)
-        if reader.bypasses:
-            covered.update(_below(model, path))
+    found = _Findings(model)
+    if arch is None:
+        found.kept.update((entry.path, entry) for entry in read.kept)
+    for row in _rows(arch):
+        found.parts(_named_by_row(model, row))
     for path in read.untouched:
-        kept[path] = Kept(path, type(model.get_submodule(path)).__name__, "moe.enabled=False")
-        covered.update(_below(model, path))
-    for path, found in [*read.moe.items(), *_rest(model, arch, read, {*swaps, *kept, *covered})]:
-        module = model.get_submodule(path)
-        if isinstance(found, str):
-            kept.setdefault(path, Kept(path, type(module).__name__, found))
-            continue
-        kept.pop(path, None)
-        swaps[path] = Step(path, type(module).__name__, found.text, found.why, found.forward, found.record)
-        if found.forward in generic.BYPASSING:
-            covered.update(_below(model, path))
-    for path, module, row in _layers(model, arch):
-        found = whole.layer(module, row)
-        why = f"row {row.model_type}: whole layer"
-        if isinstance(found, str):
-            kept[path] = Kept(path, type(module).__name__, f"{found}: {_around_the_parts(module, row)}")
-        else:
-            swaps[path] = Step(path, type(module).__name__, found.text, why, found.forward, found.record)
+        found.keep(path, "moe.enabled=False")
+        found.covered.update(_below(model, path))
+    found.read([*read.moe.items(), *_rest(model, arch, read, found.taken)])
+    found.layers(_layers(model, arch))
     for path, was, why in _left_to_the_model(model, arch):
-        kept.setdefault(path, Kept(path, was, why))
-    for path, module in model.named_modules():
-        if path in covered or path in swaps:
-            continue
-        entry = _plain(path, module, roles.get(path, ""))
-        if isinstance(entry, Step):
-            swaps[path] = entry
-            kept.pop(path, None)
-        elif entry is not None:
-            kept.setdefault(path, entry)
+        found.kept.setdefault(path, Kept(path, was, why))
+    found.plain({path: role for row in _rows(arch) for path, role in _roles(model, row).items()})
     order = [path for path, _ in model.named_modules()]
-    return [swaps[path] for path in order if path in swaps], [kept[path] for path in order if path in kept]
+    return [found.swaps[p] for p in order if p in found.swaps], [
+        found.kept[p] for p in order if p in found.kept
+    ]
+
+
+class _Findings:
+    """What becomes of each module of a model, by path; `covered` are those that nothing calls any more."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.swaps: dict[str, Step] = {}
+        self.kept: dict[str, Kept] = {}
+        self.covered: set[str] = set()
+
+    @property
+    def taken(self) -> set[str]:
+        """Modules that have been decided about."""
+        return {*self.swaps, *self.kept, *self.covered}
+
+    def keep(self, path: str, why: str) -> None:
+        """Leave a module as it is."""
+        self.kept[path] = Kept(path, type(self.model.get_submodule(path)).__name__, why)
+
+    def swap(self, path: str, found: match.Found, why: str) -> None:
+        """Give a module a new forward."""
+        was = type(self.model.get_submodule(path)).__name__
+        self.swaps[path] = Step(path, was, found.text, why, found.forward, found.record)
+
+    def parts(self, named: Iterable[tuple[str, nn.Module, match.Reader, str]]) -> None:
+        """What a row names."""
+        for path, module, reader, why in named:
+            refusal = match.obstacle(module, reader.arch.foreign) or match.bypassed(module, reader.bypasses)
+            found = refusal or reader(module)
+            if isinstance(found, str):
+                self.keep(path, found)
+                continue
+            self.swap(path, found, why)
+            if reader.bypasses:
+                self.covered.update(_below(self.model, path))
+
+    def read(self, parts: Iterable[tuple[str, match.Found | str]]) -> None:
+        """What was read from the code of modules."""
+        for path, found in parts:
+            if isinstance(found, str):
+                if path not in self.kept:
+                    self.keep(path, found)
+                continue
+            self.kept.pop(path, None)
+            self.swap(path, found, found.why)
+            if found.forward in generic.BYPASSING:
+                self.covered.update(_below(self.model, path))
+
+    def layers(self, layers: Iterable[tuple[str, nn.Module, Arch]]) -> None:
+        """Whole layers; their parts stay swapped, for calls that they cannot take."""
+        for path, module, row in layers:
+            found = whole.layer(module, row)
+            if isinstance(found, str):
+                self.keep(path, f"{found}: {_around_the_parts(module, row)}")
+            else:
+                self.swap(path, found, f"row {row.model_type}: whole layer")
+
+    def plain(self, roles: dict[str, str]) -> None:
+        """Every plain torch module that is left over."""
+        for path, module in self.model.named_modules():
+            if path in self.covered or path in self.swaps:
+                continue
+            entry = _plain(path, module, roles.get(path, ""))
+            if isinstance(entry, Step):
+                self.swaps[path] = entry
+                self.kept.pop(path, None)
+            elif entry is not None:
+                self.kept.setdefault(path, entry)
 
 
 def _below(model: nn.Module, path: str) -> Iterator[str]:
