@@ -211,7 +211,7 @@ def save(result: dict[str, Any], facts: dict[str, Any], folder: Path) -> Path:
     content = json.loads(path.read_text()) if path.exists() else {}
     question = ("model", "dtype", "batch", "competitors", "prompt_tokens", "new_tokens")
     kept = [r for r in content.get("generate", []) if any(r.get(key) != result[key] for key in question)]
-    rows = sorted([*kept, result | {"machine": facts}], key=lambda r: [r[key] for key in question])
+    rows = sorted([*kept, result | {"machine": facts}], key=lambda r: [r.get(key, 0) for key in question])
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content | {"generate": rows}, indent=1) + "\n")
     draw(rows, path.with_name(f"{path.stem}_generate.png"))
@@ -220,7 +220,7 @@ def save(result: dict[str, Any], facts: dict[str, Any], folder: Path) -> Path:
 
 def situation(r: dict[str, Any]) -> str:
     """Batch and competitors of a row."""
-    beside = f", {r['competitors']} busy beside" if r["competitors"] else ""
+    beside = f", {r['competitors']} busy beside" if r.get("competitors") else ""
     return f"batch {r['batch']}{beside}\n"
 
 

@@ -87,12 +87,55 @@ def comparison_tables() -> str:
     return "\n".join(lines) + "\n"
 
 
+def model_tables() -> str:
+    """What `bench/generate.py` and `bench/encode.py` found, a table a device."""
+    lines: list[str] = []
+    for path in sorted(RESULTS.glob("*.json")):
+        content = json.loads(path.read_text())
+        # rows of before the step was recorded say nothing of memory
+        decoded = [row for row in content.get("generate", []) if "share_of_read" in row["trinfer"]]
+        encoded = content.get("encode", [])
+        if not decoded and not encoded:
+            continue
+        machine = (decoded or encoded)[0]["machine"]
+        date = max(row["date"][:10] for row in (*decoded, *encoded))
+        lines += [
+            f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}, "
+            f"transformers {machine['transformers']}, triton {machine['triton']}, {date}:",
+            "",
+            "| | decoding | prefill | memory |",
+            "|---|---|---|---|",
+            *map(decode_row, decoded),
+            *map(encode_row, encoded),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def decode_row(row: dict[str, Any]) -> str:
+    """One row of `bench/generate.py`."""
+    beside = f", {row['competitors']} busy process beside" if row["competitors"] else ""
+    what = f"{row['model']} {row['dtype']}, batch {row['batch']}, prompt {row['prompt_tokens']}{beside}"
+    speeds = f"{times(row['tokens_per_s_ratio'])} x | {times(row['prefill_ms_ratio'])} x"
+    return f"| {what} | {speeds} | {row['trinfer']['share_of_read']:.0%} |"
+
+
+def encode_row(row: dict[str, Any]) -> str:
+    """One row of `bench/encode.py`."""
+    what = f"{row['model']} {row['dtype']}, {row['rows']} sentences of {row['tokens']} tokens, against fp32"
+    return f"| {what} | | {times(row['ratio'])} x | |"
+
+
 def times(ratio: float) -> str:
     """A ratio with the digits that mean something."""
     return f"{ratio:.0f}" if ratio >= 100 else f"{ratio:.2f}"
 
 
-TABLES = {"config": config_tables, "kernel": kernel_table, "comparison": comparison_tables}
+TABLES = {
+    "config": config_tables,
+    "kernel": kernel_table,
+    "model": model_tables,
+    "comparison": comparison_tables,
+}
 
 
 def with_tables(text: str) -> str:

@@ -51,9 +51,13 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> "Infe
         if not options.keep_module_on_host:
             model.to(where.device)
         model.eval()
-        generation.attach(model, limits, _decoder(plan, options))
+        decoder = _decoder(plan, options)
+        generation.attach(model, limits, decoder)
         if options.triton_autotune:
             tune(model, options.max_out_tokens)
+            if decoder is not None:
+                # what the dry run recorded holds the configurations of before
+                decoder.graphs.clear()
         return _engine_class(model)(model, options, plan)
 
 
