@@ -217,3 +217,40 @@ def test_graph_where_nothing_can_be_recorded_is_refused() -> None:
     with pytest.raises(ValueError, match="enable_cuda_graph=True finds nothing to record in T5"):
         engine_of(model, enable_cuda_graph=True)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.gpu
+def test_a_real_graph_replays_what_its_capture_saw() -> None:
+    x, step = torch.zeros(2, 16, device="cuda"), torch.ones(2, 16, device="cuda")
+    eye = torch.eye(16, device="cuda")
+    recordings = Graphs()
+    for count in (1, 2, 3):
+        recordings.run("key", lambda: gemv(step, eye, residual=x, out=x), state=(x,))
+        assert torch.equal(x, torch.full_like(x, count))
+    step.fill_(5.0)
+    recordings.run("key", lambda: None)
+    assert torch.equal(x, torch.full_like(x, 8.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_steps_on_a_gpu_equal_launches_one_by_one(dtype: torch.dtype) -> None:
+    recorded, eager = (engine_of(make("llama"), dtype, enable_cuda_graph=graph) for graph in (True, False))
+    for rows, tokens in ((1, 5), (3, 40), (1, 200), (3, 5)):
+        ids = token_ids(rows, tokens, seed=rows)
+        both = [m.generate(ids, max_new_tokens=20, do_sample=False) for m in (recorded, eager)]
+        assert torch.equal(*both)
+    decoder = recorded.module._trinfer_decoder
+    assert len(decoder.graphs) == 2
+
+
+@pytest.mark.gpu
+def test_u091_a_second_pass_over_all_batches_takes_no_more_memory() -> None:
+    engine = engine_of(make("llama"), enable_cuda_graph=True)
+    used = []
+    for _ in range(2):
+        for rows in range(12, 0, -1):
+            engine.generate(token_ids(rows, 5), max_new_tokens=4, do_sample=False)
+        torch.cuda.synchronize()
+        used.append(torch.cuda.memory_reserved())
+    assert used[1] == used[0]
