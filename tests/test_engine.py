@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, pipeline
 
 import trinfer
-from tests.models import ZOO, engine_of, make, reference, token_ids
+from tests.models import ZOO, engine_of, inputs_of, make, reference, result, token_ids
 from tests.test_rewrite import Net, assert_untouched, fingerprint
 from trinfer import InferenceConfig, InferenceEngine, backend, generation
 
@@ -94,11 +94,11 @@ def test_u057_pass_through_is_bit_identical(name: str) -> None:
     expected = copy.deepcopy(model)
     engine_ = trinfer.init_inference(model, replace_with_kernel_inject=False, dtype=torch.float32)
     assert engine_.plan.mode == "pass-through"
-    ids = token_ids(2, 7)
-    extra = {"decoder_input_ids": ids[:, :2]} if name == "t5" else {}
+    inputs = inputs_of(name, 2, 7)
     with torch.no_grad():
-        assert torch.equal(engine_(ids, **extra).logits, expected(ids, **extra).logits)
+        assert torch.equal(result(engine_(**inputs)), result(expected(**inputs)))
     if expected.can_generate():
+        ids = inputs["input_ids"]
         ours, theirs = (m.generate(ids, max_new_tokens=3, do_sample=False) for m in (engine_, expected))
         assert torch.equal(ours, theirs)
 

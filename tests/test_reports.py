@@ -72,11 +72,9 @@ def test_u012_scores_without_a_scale_stay_finite(name: str) -> None:
     ours, theirs = engine(ids).logits.float(), expected(ids).logits
     assert bool(ours.isfinite().all())
     top = theirs.topk(2).values
-    clear = top[..., 0] - top[..., 1] > 0.2
-    assert float(clear.float().mean()) > 0.3
-    agree = (ours.argmax(-1) == theirs.argmax(-1))[clear]
-    # scores of several hundred: which of two equal keys wins turns on the last digit of float16
-    assert float(agree.float().mean()) > 0.95
+    clear = top[..., 0] - top[..., 1] > 2 * 2e-2
+    assert float(clear.float().mean()) > 0.5
+    assert bool((ours.argmax(-1) == theirs.argmax(-1))[clear].all())
 
 
 @models("U014")

@@ -257,12 +257,14 @@ def _alibi(num_heads: int, factor: float, device: torch.device) -> Tensor:
 def _with_bias(bias: Tensor, mask: Tensor | None, M: int, N: int, is_causal: bool) -> Tensor:
     """A bias of the scores with the mask in it, as one 4-D mask."""
     bias = bias[:, :, -M:, :N]
+    lowest = torch.finfo(bias.dtype).min
     if mask is not None and mask.dim() == 4 and mask.is_floating_point():
-        return bias + mask
+        # selected, not added: what forbids must stay the lowest number, which a bias would move
+        return (bias + mask).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, lowest)
     allowed = mask.to(torch.bool) if mask is not None and mask.dim() == 4 else None
     if allowed is None:
         allowed = allowed_keys(M, N, is_causal, None, mask, bias.device)
-    return bias.masked_fill(~allowed, torch.finfo(bias.dtype).min)
+    return bias.masked_fill(~allowed, lowest)
 
 
 def allowed_keys(
