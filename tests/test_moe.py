@@ -100,10 +100,9 @@ def test_plan_names_rule_layout_and_what_stays(name: str) -> None:
     for path in experts:
         record = steps[path].record
         is_oss = name == "gpt_oss"
-        assert (record.act, record.transposed, bool(record.up_bias)) == (
-            ("", True, True) if is_oss else ("silu", False, False)
+        assert (record.act, record.halves, record.transposed, bool(record.up_bias)) == (
+            ("swiglu_clamped", "gate_up_rows", True, True) if is_oss else ("silu", "gate_up", False, False)
         )
-        assert ("own gate in torch" in steps[path].becomes) == is_oss
     layers = {"qwen2_moe_dense": 1, "deepseek_v2": 1, "deepseek_v2_groups": 1, "deepseek_v3": 1}.get(name, 2)
     assert len(experts) == layers
     rules = {step.record for step in plan.swapped if step.forward == "router"}
@@ -125,6 +124,21 @@ def test_plan_names_rule_layout_and_what_stays(name: str) -> None:
         "deepseek_v2_groups": (2, 1),
         "deepseek_v3": (2, 2),
     }.get(name, (1, 2))
+
+
+def test_a_gate_that_no_kernel_has_stays_between_the_products() -> None:
+    model = moe_model("gpt_oss")
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = 0.5
+    expected = reference(model)
+    engine = engine_of(model)
+    steps = {step.path: step for step in engine.plan.swapped}
+    experts = steps["model.layers.0.mlp.experts"]
+    assert experts.record.act == ""
+    assert experts.becomes.endswith("its own gate in torch between")
+    for tokens in (3, 40):
+        ids = token_ids(2, tokens)
+        assert_same_logits(engine(ids).logits, expected(ids).logits)
 
 
 def test_plan_is_the_same_on_meta() -> None:

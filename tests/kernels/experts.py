@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tests.strategies import make
 
-ORDERS = ("fused", "interleaved", "columns")
-"""Gate and up as halves of one parameter, as its alternate rows, or columns of one stored [E, K, 2N]."""
+ORDERS = ("fused", "interleaved", "columns", "alternate")
+"""Gate and up are halves of one parameter, its alternate rows, or columns of one stored [E, K, 2N]: halves
+of them, or alternate ones."""
 
 
 class Variant(NamedTuple):
@@ -40,6 +41,7 @@ VARIANTS = (
     Variant(torch.float16, "interleaved", "gelu", True, 4, 60, 0),
     Variant(torch.bfloat16, "fused", "relu", False, 2, 60, 7),
     Variant(torch.bfloat16, "columns", "silu", True, 4, 5, 0),
+    Variant(torch.float32, "alternate", "swiglu_clamped", True, 2, 5, 7),
 )
 cases = st.tuples(st.sampled_from(VARIANTS), st.integers(1, 7), st.integers(1, 7)).map(
     lambda drawn: (drawn[0], *(16 * n + drawn[0].extra for n in drawn[1:]))
@@ -51,11 +53,12 @@ def make_experts(
     E: int, N: int, K: int, dtype: torch.dtype, seed: int, order: str = "fused"
 ) -> tuple[Tensor, Tensor]:
     """Gate and up weights [E, N, K] as views of one parameter, scaled so that products stay near 1."""
-    if order == "columns":
+    if order in ("columns", "alternate"):
         both = make((E, K, 2 * N), dtype, seed, scale=K**-0.5).transpose(1, 2)
     else:
         both = make((E, 2 * N, K), dtype, seed, scale=K**-0.5)
-    return (both[:, ::2], both[:, 1::2]) if order == "interleaved" else (both[:, :N], both[:, N:])
+    alternates = order in ("interleaved", "alternate")
+    return (both[:, ::2], both[:, 1::2]) if alternates else (both[:, :N], both[:, N:])
 
 
 def make_ids(T: int, top_k: int, E: int, seed: int, stray: bool = False) -> Tensor:

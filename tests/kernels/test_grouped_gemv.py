@@ -47,6 +47,22 @@ def test_grouped_gemv_is_a_dense_loop_over_experts(T, E, seed):
     assert_close(y.view(T, 2, 40), check_dense(ids, x, weights, "silu"), torch.float32)
 
 
+@given(sizes(1, 16), seeds)
+def test_clamped_gates_saturate_in_both_forms(T, seed):
+    weights = make_experts(5, 40, 34, torch.float32, seed, "alternate")
+    x, ids = make((T, 34), torch.float32, seed + 1, scale=20), make_ids(T, 2, 5, seed)
+    options = {"act": "swiglu_clamped", "gated": True}
+    expected = truth(grouped_gemv_ref, x, weights, ids, **options)
+    # gates above 7 give at most 7 · 8, those far below 0 nothing
+    assert float(expected.abs().max()) <= 56 and (T < 4 or float(expected.abs().max()) > 50)
+    assert_close(grouped_gemv(x, weights, ids, **options), expected, torch.float32)
+    order, offsets = sort_by_expert(ids, 5)
+    many = grouped_matmul(x, weights, order, offsets, gather=True, scatter=True, **options)
+    assert_close(many, expected, torch.float32)
+    with pytest.raises(ValueError, match="act='swiglu_clamped' is not an activation"):
+        grouped_gemv(x, weights[0], ids, act="swiglu_clamped")
+
+
 @given(sizes(1, 16), st.sampled_from([5, 60]), st.booleans(), seeds)
 def test_sort_free_form_is_the_sorted_form(T, E, stray, seed):
     x, ids = make((T, 34), torch.float32, seed), make_ids(T, 4, E, seed, stray)

@@ -14,6 +14,8 @@ from trinfer.kernels.op import unit_strides
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 ACTIVATIONS = ("none", "gelu", "gelu_quick", "gelu_tanh", "relu", "relu2", "silu")
+# those of a gate: what they do with up as well is in `gate_up`
+GATED_ACTIVATIONS = (*ACTIVATIONS, "swiglu_clamped")
 
 
 @triton.jit
@@ -34,6 +36,18 @@ def activate(x, ACT: tl.constexpr):
     elif ACT == "silu":
         x = x / (1.0 + tl.exp(-x))
     return x
+
+
+@triton.jit
+def gate_up(gate, up, ACT: tl.constexpr):
+    """activate(gate) · up in float32, or the gate of gpt-oss, which clamps both."""
+    if ACT == "swiglu_clamped":
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        y = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        y = activate(gate, ACT) * up
+    return y
 
 
 @triton.jit
@@ -123,6 +137,14 @@ def activate_ref(x: Tensor, act: str) -> Tensor:
     return torch.nn.functional.silu(x) if act == "silu" else x
 
 
+def gate_up_ref(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """The PyTorch truth of `gate_up`, in the dtype of `gate`."""
+    if act == "swiglu_clamped":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return activate_ref(gate, act) * up
+
+
 def check_act(act: str, allowed: tuple[str, ...] = ACTIVATIONS) -> None:
     """Refuse an unknown activation name."""
     if act not in allowed:
@@ -193,10 +215,10 @@ def pad_to_three(values: Any) -> tuple:
 
 def linear_ref(x: Tensor, weight: Any, bias: Any, act: str, gated: bool, residual: Tensor | None) -> Tensor:
     """act(x @ weight^T + bias) + residual; gated: act(x @ gate^T) * (x @ up^T) + residual."""
-    check_act(act)
+    check_act(act, GATED_ACTIVATIONS if gated else ACTIVATIONS)
     weights, biases = as_segments(x, weight, bias, gated, residual)
     parts = [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-    y = activate_ref(parts[0], act) * parts[1] if gated else activate_ref(torch.cat(parts, -1), act)
+    y = gate_up_ref(parts[0], parts[1], act) if gated else activate_ref(torch.cat(parts, -1), act)
     return y if residual is None else y + residual
 
 

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose, tuned
-from trinfer.kernels.elements import activate, as_experts, check_act, experts_ref
+from trinfer.kernels.elements import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    activate,
+    as_experts,
+    check_act,
+    experts_ref,
+    gate_up,
+)
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
 
 MAX_PAIRS = 64
@@ -124,10 +132,9 @@ def _grouped_gemv_kernel(
             BLOCK_N,
             BLOCK_K,
         )
-        part = activate(part, ACT)
         if u_ptr is not None:
             bias_ptr = None if c_ptr is None else c_ptr + e * stride_be + first
-            part *= _row_product(
+            up = _row_product(
                 base_ptr,
                 u_ptr + offset,
                 bias_ptr,
@@ -139,6 +146,9 @@ def _grouped_gemv_kernel(
                 BLOCK_N,
                 BLOCK_K,
             )
+            part = gate_up(part, up, ACT)
+        else:
+            part = activate(part, ACT)
         if combine_ptr is not None:
             part *= tl.load(combine_ptr + pair)
         y += part
@@ -169,7 +179,8 @@ def grouped_gemv(
         ids: [T, top_k] int32, the expert of each pair, at most 64 in all; what is no expert adds nothing.
         bias: [E, N], or (gate, up) of those.
         act: none, gelu, gelu_tanh, relu, relu2 or silu.
-        gated: act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
+        gated: act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1); here act may be swiglu_clamped, of gate and up
+            both: gate' · sigmoid(1.702 gate') · (up' + 1), gate' at most 7 and up' within ±7 (gpt-oss).
         combine: [T, top_k] float32, the weights of the router.
         residual: [T, N], added last; with combine only.
 
@@ -183,7 +194,7 @@ def grouped_gemv(
         Products, sums, also those over a token's experts, and the epilogue in float32, in a fixed order,
         one rounding at the end.
     """
-    check_act(act)
+    check_act(act, GATED_ACTIVATIONS if gated else ACTIVATIONS)
     weights, biases = as_experts(x, weight, bias, gated)
     _check(x, ids, combine, residual, weights[0].shape[1])
     if not backend.runs_triton(x):
@@ -195,7 +206,7 @@ def grouped_gemv(
     if y.numel() == 0:
         return y
     stride_wn, stride_wk = weights[0].stride()[1:]
-    is_transposed = stride_wn == 1 and stride_wk != 1
+    is_transposed = stride_wn < stride_wk
     config = choose(OP, _Key(x.dtype, N, K, is_transposed, combine is not None))
     pointers = (x, weights[0], weights[1] if gated else None, biases[0], biases[1] if gated else None)
     stride_be = biases[0].stride(0) if biases[0] is not None else 0

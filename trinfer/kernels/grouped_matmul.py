@@ -9,7 +9,16 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose, tuned
-from trinfer.kernels.elements import activate, as_experts, check_act, dot, experts_ref
+from trinfer.kernels.elements import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    activate,
+    as_experts,
+    check_act,
+    dot,
+    experts_ref,
+    gate_up,
+)
 from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
 
 
@@ -126,9 +135,12 @@ def _grouped_matmul_kernel(
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * stride_wk
 
-    acc = activate(acc + _load_bias(b_ptr, e, E, first_n + offs_n, N, stride_be)[None, :], ACT)
+    acc += _load_bias(b_ptr, e, E, first_n + offs_n, N, stride_be)[None, :]
     if u_ptr is not None:
-        acc *= up + _load_bias(c_ptr, e, E, first_n + offs_n, N, stride_be)[None, :]
+        up += _load_bias(c_ptr, e, E, first_n + offs_n, N, stride_be)[None, :]
+        acc = gate_up(acc, up, ACT)
+    else:
+        acc = activate(acc, ACT)
     y_ptrs = y_ptr + y_row.to(tl.int64)[:, None] * N + (first_n + offs_n)[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
@@ -157,7 +169,8 @@ def grouped_matmul(
         offsets: [E + 1] int32, where in `order` each expert starts; both as `sort_by_expert` gives them.
         bias: [E, N], or (gate, up) of those.
         act: none, gelu, gelu_tanh, relu, relu2 or silu.
-        gated: y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
+        gated: y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1); here act may be swiglu_clamped, of gate
+            and up both: gate' · sigmoid(1.702 gate') · (up' + 1), gate' at most 7, up' within ±7 (gpt-oss).
         gather: x is [T, K], a row a token; row i is that of pair order[i], of which each token has P / T.
         scatter: row i of y goes back to the place of its pair: y[order[i]].
 
@@ -172,7 +185,7 @@ def grouped_matmul(
 
     Source: https://arxiv.org/abs/2211.15841 (rows by expert, no padding in memory)
     """
-    check_act(act)
+    check_act(act, GATED_ACTIVATIONS if gated else ACTIVATIONS)
     weights, biases = as_experts(x, weight, bias, gated)
     _check(x, order, offsets, len(weights[0]), gather)
     if not backend.runs_triton(x):

@@ -6,7 +6,7 @@ A reader answers with a `Found`, or with the reason why the module keeps its own
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from operator import attrgetter
 from typing import Any
 
@@ -216,18 +216,14 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (type(module).__name__ in LINEARS and _is_known_code(module))
 
 
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
+
+
 def _switched_on(module: nn.Module, arch: Arch) -> str:
     """Which attribute that the row's reading does not cover is set on this module; empty if none is."""
-    found = [name for name in arch.must_be_off if _looked_up(module, name)]
+    found = [name for name in arch.must_be_off if reduce(_attribute, name.split("."), module)]
     return f"has {', '.join(found)} set, which the kernels do not compute" if found else ""
-
-
-def _looked_up(module: nn.Module, path: str) -> Any:
-    """The attribute at a dotted path, None where there is none."""
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value
 
 
 def _act(module: nn.Module, name: str) -> tuple[str, str]:

@@ -135,10 +135,16 @@ def _cut(module: nn.Module, ups: list[fx.Node], end: Any) -> Callable[..., Any] 
     return fx.GraphModule(module, graph)
 
 
-def activation_of(shape: Shape, widths: list[int], device: torch.device) -> tuple[str, str]:
-    """The kernel's activation between the products, and which of their outputs it is of; empty for none."""
+def activation_of(
+    shape: Shape, widths: list[int], device: torch.device, is_grouped: bool = False
+) -> tuple[str, str]:
+    """The kernel's activation between the products, and which of their outputs it is of; empty for none.
+
+    `is_grouped`: those of the products of experts count as well.
+    """
     generator = torch.Generator(device).manual_seed(2)
-    h = [3 * torch.randn(64, width, generator=generator, device=device) for width in widths]
+    # wide enough for gates that clamp
+    h = [5 * torch.randn(64, width, generator=generator, device=device) for width in widths]
     try:
         with torch.no_grad():
             y = shape.between(*(part.clone() for part in h))
@@ -147,12 +153,12 @@ def activation_of(shape: Shape, widths: list[int], device: torch.device) -> tupl
     if not isinstance(y, Tensor):
         return "", ""
     # the kernels need triton, which a plan without kernels does without
-    from trinfer.kernels.elements import ACTIVATIONS, activate_ref
+    from trinfer.kernels.elements import ACTIVATIONS, GATED_ACTIVATIONS, activate_ref, gate_up_ref
 
     for order, gate, up in _orders(h):
-        for act in ACTIVATIONS:
-            z = activate_ref(gate, act)
-            if probe.error_of(z if up is None else z * up, y) <= probe.TOLERANCE[torch.float32]:
+        for act in ACTIVATIONS if up is None or not is_grouped else GATED_ACTIVATIONS:
+            z = activate_ref(gate, act) if up is None else gate_up_ref(gate, up, act)
+            if probe.error_of(z, y) <= probe.TOLERANCE[torch.float32]:
                 return act, order
     return "", ""
 

@@ -126,7 +126,7 @@ def _numbers(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 def _experts_record(module: Any, flags: dict[str, Any], probes: probe.Probes) -> records.Experts:
     up = "gate_up_proj" if flags["has_gate"] else "up_proj"
     between = module._apply_gate if flags["has_gate"] else module.act_fn
-    act, order = activation_of(Shape((up,), "", between, False), [2 * INNER], probes.device)
+    act, order = activation_of(Shape((up,), "", between, False), [2 * INNER], probes.device, is_grouped=True)
     return records.Experts(
         up,
         "down_proj",
