@@ -73,9 +73,10 @@ def prepare(model: nn.Module, config: Any, kwargs: dict[str, Any]) -> tuple[Infe
     check_combinations(options, backend.default_device().type)
     refuse_unbuilt(options)
     where = backend.check(options.dtype, options.use_triton)
-    if options.replace_with_kernel_inject and not backend.has_triton():
+    asked = "replace_with_kernel_inject=True" if options.replace_with_kernel_inject else "injection_policy"
+    if (options.replace_with_kernel_inject or options.injection_policy) and not backend.has_triton():
         raise ValueError(
-            f"replace_with_kernel_inject=True needs Triton and {backend.why_reference()}; leave the option "
+            f"{asked} needs Triton and {backend.why_reference()}; leave the option "
             "out to run the model's own code"
         )
     if options.triton_autotune:

@@ -228,8 +228,6 @@ UNBUILT = {
     "checkpoint_config": Unbuilt("{}", lambda section: any(value is not None for _, value in section)),
     "return_tuple": Unbuilt("True", lambda value: not value),
     "training_mp_size": Unbuilt("unset", lambda value: True),
-    "injection_policy": Unbuilt("None", _given),
-    "injection_policy_tuple": Unbuilt("None", _given),
     "config": Unbuilt("None", bool),
     "transposed_mode": Unbuilt("False", bool),
     "kv_cache.enabled": Unbuilt("False", bool),

@@ -13,6 +13,10 @@ from trinfer.config import InferenceConfig
 from trinfer.layers import records
 from trinfer.rewrite import generic, match, read_moe, whole
 from trinfer.rewrite.plan import Kept, Plan, Step
+from trinfer.rewrite.policy import read_policy
+from trinfer.rewrite.probe import Probes
+
+KERNELS_INSIDE = "the kernels below run in it, and what is listed as kept runs in torch between them"
 
 
 def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Plan:
@@ -20,15 +24,41 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
 
     Raises:
         ValueError: kernel injection is asked for and no part of the model can be swapped, or `config.moe`
-            describes another model.
+            or `config.injection_policy` describes another model.
     """
     training = tuple(path for path, module in model.named_modules() if module.training)
     steps = list(_whole_model(model, config, backend, bool(training)))
     arch = _row(model)
-    read_moe.check(model, config, bool(arch and arch.dense_branch and arch.coefficient))
+    rows = [arch, *(row for row in (config.injection_policy or {}).values() if isinstance(row, Arch))]
+    read_moe.check(model, config, any(row and row.dense_branch and row.coefficient for row in rows))
+    if config.injection_policy is not None:
+        swaps, kept = read_policy(model, config.injection_policy, Probes(config.dtype, backend.device))
+        if config.enable_cuda_graph:
+            swaps = _in_pieces(model, swaps, "a policy swaps parts of layers")
+        entries = (*steps, *swaps), tuple(kept)
+        return Plan(
+            "user policy",
+            type(model).__name__,
+            "",
+            *entries,
+            f"model.forward; {KERNELS_INSIDE}",
+            training=training,
+        )
     if not config.replace_with_kernel_inject:
         step = "model.forward; replace_with_kernel_inject was not asked for"
         return Plan("pass-through", type(model).__name__, "", tuple(steps), (), step, training=training)
+    return _injected(model, config, backend, arch, steps, training)
+
+
+def _injected(
+    model: nn.Module,
+    config: InferenceConfig,
+    backend: Backend,
+    arch: Arch | None,
+    steps: list[Step],
+    training: tuple[str, ...],
+) -> Plan:
+    """The plan of kernel injection, behind the steps that change the whole model."""
     read = generic.read(model, config, backend.device)
     swaps, kept = find_swaps(model, arch, read)
     if not swaps:
@@ -40,7 +70,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
         steps.append(Step("", f"{attention} attention", f"{ATTENTION_NAME} attention", why))
     decoder = _decoder(model, arch, swaps)
     if isinstance(decoder, str):
-        step = f"model.forward; {decoder}; what is listed as kept runs in torch between the kernels"
+        step = f"model.forward, as {decoder}; {KERNELS_INSIDE}"
         swaps = _in_pieces(model, swaps, decoder) if config.enable_cuda_graph else swaps
     else:
         step = _launches(decoder) + ("; recorded once per batch size" if config.enable_cuda_graph else "")
@@ -93,9 +123,8 @@ def find_swaps(model: nn.Module, arch: Arch | None, read: generic.Reading) -> tu
         found.kept.setdefault(path, Kept(path, was, why))
     found.plain({path: role for row in _rows(arch) for path, role in _roles(model, row).items()})
     order = [path for path, _ in model.named_modules()]
-    return [found.swaps[p] for p in order if p in found.swaps], [
-        found.kept[p] for p in order if p in found.kept
-    ]
+    swaps = [found.swaps[path] for path in order if path in found.swaps]
+    return swaps, [found.kept[path] for path in order if path in found.kept]
 
 
 class _Findings:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from trinfer.layers.records import Decoder, Record
 
-Mode = Literal["pass-through", "kernel injection"]
+Mode = Literal["pass-through", "kernel injection", "user policy"]
 Row = tuple[str, ...]
 
 
