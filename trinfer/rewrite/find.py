@@ -300,8 +300,7 @@ def _left_to_the_model(model: nn.Module, arch: Arch | None) -> Iterator[tuple[st
     """(path, class, why) of modules that keep a forward of torch ops around the kernels."""
     apart = "attention and whole MLPs stay the model's own code"
     if arch is None:
-        rows = ", ".join(sorted(ARCHITECTURES))
-        what = f"no row for model_type {_model_type(model)!r} in ARCHITECTURES ({rows})"
+        what = f"no row for model_type {_model_type(model)!r} in trinfer.ARCHITECTURES"
         yield "", type(model).__name__, f"{what}: its parts were read one by one"
     for row in _rows(arch):
         yield from _left_by_row(model, row, apart)
