@@ -44,9 +44,11 @@ def rows_of(op: Op) -> tuple[int, ...]:
     return (TOKEN,) if op.name.endswith("gemv") or op.name == "lm_head" else (TOKEN, PROMPT)
 
 
-def inputs(op: Op, model: str, rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def inputs(
+    op: Op, model: str | dict[str, int], rows: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """Arguments of an op in the sizes of a model."""
-    sizes = MODELS[model] | {"M": rows}
+    sizes = (MODELS[model] if isinstance(model, str) else model) | {"M": rows}
     names = [name for name in inspect.signature(op.inputs).parameters if name in sizes]
     return op.inputs(**{name: sizes[name] for name in names}, dtype=dtype, device=device)
 

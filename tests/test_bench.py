@@ -2,14 +2,18 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import compare, generate, run, static
+from bench import compare, generate, peers, run, static
 from tests.gguf_files import tiny_gguf
 from trinfer import backend
 from trinfer.kernels import OPS
@@ -117,3 +121,52 @@ def test_static_report_of_a_device_that_is_not_here(
         assert model == "smollm2" and one.us >= one.floor_us > 0 and one.facts[0].registers > 0
     assert "predicted" in out.strip().split("\n")[-1]
     assert (tmp_path / "static_sm_90.png").stat().st_size > 10_000
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_gpu_run_is_rehearsed_from_end_to_end(tmp_path: Path) -> None:
+    root, out = Path(__file__).parent.parent, tmp_path / "out"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    environment.pop("TRINFER_AUTOTUNE_CACHE")
+    command = ["bash", "bench/gpu_run.sh", str(out), "--small"]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = dict(line.split(" ", 1) for line in (out / "steps.txt").read_text().split("\n") if line)
+    assert list(steps) == ["calibrate", "tune", "peers", "models", "tests"]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["calibrate"]["constants"]["read_gbps"] > 0
+    assert summary["tune"]["measured"] == summary["tune"]["keys"] > 3
+    assert summary["models"]["tiny"]["decode_ratio"] > 0 and summary["models"]["tiny"]["difference"] < 1e-3
+    assert [row for row in summary["peers"] if "refused" in row] == []
+    assert list((out / "autotune_cache").glob("*/gemv.json"))
+    assert not list(root.glob("autotune_cache/*/.*"))
+
+
+def test_gpu_run_says_what_it_needs(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\nexit 1\n")
+    fake.chmod(0o755)
+    for arguments, words in (
+        ([], "usage: bash bench/gpu_run.sh"),
+        ([str(tmp_path / "o")], "missing packages:"),
+    ):
+        done = subprocess.run(
+            ["bash", "bench/gpu_run.sh", *arguments],
+            cwd=root,
+            env={**os.environ, "PYTHON": str(fake)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2 and words in done.stderr
+
+
+def test_u112_peers_that_differ_get_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = next(p for p in peers.PEERS if p.op == "softmax")
+    sizes = {"N": 64}
+    assert peers.measure(peer, sizes, "fp32", 1)["ratio"] > 0
+    wrong = dataclasses.replace(peer, theirs=lambda x: torch.softmax(x, -1) * 1.01)
+    row = peers.measure(wrong, sizes, "fp32", 1)
+    assert "ratio" not in row and row["refused"] == "the results differ"
+    assert "no ratio" in peers.line({"model": "m"} | row)

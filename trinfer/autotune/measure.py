@@ -160,9 +160,9 @@ class Trial:
         self._call, self._copies = call, copies
         # the first launch may compile
         self._run(1)
-        once = min(_host_seconds(self._run, 1) for _ in range(3))
+        once = min(host_seconds(self._run, 1) for _ in range(3))
         self._repeats = min(MOST_REPEATS, max(1, round(SAMPLE_S / max(once, 1e-7))))
-        self._replay = _recorded(self._run, self._repeats) if _is_on_gpu(copies) else None
+        self._replay = recorded(self._run, self._repeats) if is_on_gpu(copies) else None
 
     def _run(self, count: int) -> None:
         launcher, copies = self._call.op.launcher, self._copies
@@ -173,7 +173,7 @@ class Trial:
 
     def sample(self) -> float:
         """Measure once more; microseconds of a launch."""
-        seconds = self._replay() if self._replay is not None else _host_seconds(self._run, self._repeats)
+        seconds = self._replay() if self._replay is not None else host_seconds(self._run, self._repeats)
         self.samples_us.append(seconds / self._repeats * 1e6)
         return self.samples_us[-1]
 
@@ -183,11 +183,13 @@ class Trial:
         return statistics.median(self.samples_us)
 
 
-def _is_on_gpu(copies: list[Any]) -> bool:
+def is_on_gpu(copies: list[Any]) -> bool:
+    """True if the arguments lie on a GPU."""
     return any(x.is_cuda for x in tensors(copies[0]))
 
 
-def _host_seconds(run: Callable[[int], Any], count: int) -> float:
+def host_seconds(run: Callable[[int], Any], count: int) -> float:
+    """Seconds of `count` launches until the last is done, the host's work included."""
     if backend.kind() == "gpu":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -197,7 +199,7 @@ def _host_seconds(run: Callable[[int], Any], count: int) -> float:
     return time.perf_counter() - start
 
 
-def _recorded(run: Callable[[int], Any], count: int) -> Callable[[], float]:
+def recorded(run: Callable[[int], Any], count: int) -> Callable[[], float]:
     """Seconds of `count` launches on the device, without the host: they are recorded once, then replayed."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
