@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bench import compare, generate, peers, run, static
+from bench import tune as bench_tune
 from tests.gguf_files import tiny_gguf
 from trinfer import backend
 from trinfer.kernels import OPS
@@ -170,3 +171,28 @@ def test_u112_peers_that_differ_get_no_ratio(monkeypatch: pytest.MonkeyPatch) ->
     row = peers.measure(wrong, sizes, "fp32", 1)
     assert "ratio" not in row and row["refused"] == "the results differ"
     assert "no ratio" in peers.line({"model": "m"} | row)
+
+
+@needs_kernels
+def test_tuned_against_default_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINFER_AUTOTUNE_CACHE", str(tmp_path))
+    threads = torch.get_num_threads()
+    options = ["--ops", "rms_norm", "activation", "--dtypes", "fp32", "--rounds", "3"]
+    assert bench_tune.main([*options, "--results", str(tmp_path)]) in (0, 1)
+    torch.set_num_threads(threads)
+    (path,) = tmp_path.glob("*.json")
+    content = json.loads(path.read_text())["tune"]
+    assert {row["op"] for row in content["rows"]} == {"rms_norm", "activation"}
+    assert content["a hit is at most 5 % of a launch"] and content["machine"]["triton"]
+
+
+def test_verdict_of_tuning_names_each_line_that_fails() -> None:
+    def lines(*gains: float, hit: float = 0.01) -> list[bool]:
+        result = bench_tune.verdict([{"gain": gain} for gain in gains], hit)
+        return [value for value in result.values() if isinstance(value, bool)]
+
+    assert lines(1.0, 1.05) == [True, True, True]
+    assert lines(0.96, 1.05) == [False, True, True]
+    assert lines(1.0, 1.3) == [True, False, True]
+    assert lines(1.0, 1.0, 1.0, 1.0, 1.6) == [True, False, True]
+    assert lines(1.0, hit=0.06) == [True, True, False]

@@ -283,6 +283,16 @@ def plain_parameters(f: Function) -> list[str]:
     return [a.arg for a in f.node.args.args if not a.arg.startswith("stride_") and a.arg not in constexprs]
 
 
+def test_u102_no_kernel_is_compiled_for_a_length_a_batch_or_a_stride() -> None:
+    none([
+        f"{f} has the constexpr {a.arg}"
+        for f in functions(package()) if f.is_kernel
+        for a in f.node.args.args
+        if a.annotation and "constexpr" in names_in(a.annotation)
+        and (a.arg in ("B", "M", "P", "rows") or a.arg.startswith("stride_"))
+    ])  # fmt: skip
+
+
 def test_blocks_are_shallow() -> None:
     none([
         f"{f} nests {nesting(f.node)} blocks, at most {MAX_NESTING}"

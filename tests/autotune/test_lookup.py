@@ -174,6 +174,9 @@ def test_rows_that_cannot_be_written_last_as_long_as_the_process(folders):
 def test_candidates_of_a_cpu_differ_in_what_a_cpu_kernel_depends_on():
     op = Stub(space=({"num_warps": 8}, {"BLOCK_N": 16, "num_warps": 2}, {"BLOCK_N": 16}))
     assert candidates(op, Key()) == [{"BLOCK_N": 64, "num_warps": 4}, {"BLOCK_N": 16, "num_warps": 4}]
+    # a space that varies a block allows others of it around the default
+    op = Stub(space=({"BLOCK_N": 16}, {"BLOCK_N": 24}))
+    assert [config["BLOCK_N"] for config in candidates(op, Key())] == [64, 32, 128, 16, 256, 24]
 
 
 def test_foreign_texts_are_no_neighbours():

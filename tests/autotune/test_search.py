@@ -129,7 +129,7 @@ def test_a_configuration_that_fails_is_left_out(folders, quick, monkeypatch):
     default = GEMV.default(calls[0].key)
     bad = default | {"BLOCK_N": 24}
     monkeypatch.setattr(searching, "candidates", lambda op, key: [default, bad])
-    monkeypatch.setattr(searching, "ranked", lambda call, configs: configs)
+    monkeypatch.setattr(searching, "ranked", lambda call, configs, **_: configs)
     (finding,) = search(calls)
     assert finding.status == "measured" and finding.row["tried"] == 1 and finding.row["config"] == default
 
@@ -162,7 +162,7 @@ def test_a_winner_is_kept_and_launched(folders, monkeypatch):
     (call,) = noted(lambda: kernels.gemv(x, w))
     best = candidates(GEMV, call.key)[2]
     monkeypatch.setattr(searching, "fastest", lambda trials, _: trials[-1].sample() and trials[-1])
-    monkeypatch.setattr(searching, "ranked", lambda call, configs: [best])
+    monkeypatch.setattr(searching, "ranked", lambda call, configs, **_: [best])
     monkeypatch.setattr(measure.Trial, "us", 1.0)
     (finding,) = search([call])
     assert finding.row["config"] == best == autotune.choose(GEMV, call.key)

@@ -35,7 +35,7 @@ def copied(value: Any) -> Any:
     found = list(tensors(value))
     copies = _copies(found)
     taken = iter(copies)
-    return _rebuilt(value, lambda _: next(taken))
+    return rebuilt(value, lambda _: next(taken))
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -50,13 +50,14 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
-def _rebuilt(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def rebuilt(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same arguments with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {name: _rebuilt(part, change) for name, part in value.items()}
+        return {name: rebuilt(part, change) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        parts = [_rebuilt(part, change) for part in value]
+        parts = [rebuilt(part, change) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 

@@ -5,6 +5,7 @@ configurations for a GPU that is not there. Source: https://arxiv.org/abs/2512.0
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from trinfer.autotune.choice import pin
 from trinfer.autotune.devices import Device, current
 from trinfer.autotune.measure import named, tensors
 from trinfer.autotune.records import Call, Config
+from trinfer.backend.targets import Facts, caught
 
 # bytes that one multiprocessor must have asked for to keep the memory of a large GPU busy
 IN_FLIGHT_BYTES = 24 * 1024
@@ -95,18 +97,34 @@ def dtype_of(call: Call) -> torch.dtype:
     return dtype
 
 
-def ranked(call: Call, configs: list[Config], device: Device | None = None) -> list[Config]:
-    """Configurations, the most promising first; those that cannot fit the device are left out."""
+def ranked(
+    call: Call,
+    configs: list[Config],
+    device: Device | None = None,
+    facts: Callable[[Config], list[Facts] | None] = lambda config: None,
+) -> list[Config]:
+    """Configurations, the most promising first; those that cannot fit the device are left out.
+
+    `facts` says what a compiler found out about a configuration, where one was asked.
+    """
     device = device or current()
-    timed = [(predicted_us(work_of(call, config), device), number) for number, config in enumerate(configs)]
-    return [configs[number] for us, number in sorted(timed) if math.isfinite(us)]
+    works = [with_facts(work_of(call, config), facts(config)) for config in configs]
+    timed = sorted((predicted_us(work, device), number) for number, work in enumerate(works))
+    return [configs[number] for us, number in timed if math.isfinite(us)]
+
+
+def with_facts(work: Work, facts: list[Facts] | None) -> Work:
+    """The numbers of a launch with what the compiler said in place of the estimates."""
+    if not facts:
+        return work
+    most = max(facts, key=lambda f: (f.shared_bytes, f.registers))
+    # a spill is memory traffic that the model does not know: it is never promising
+    registers = 256 if any(f.spilled_bytes for f in facts) else max(f.registers for f in facts)
+    return replace(work, registers=registers, shared_bytes=most.shared_bytes)
 
 
 def work_of(call: Call, config: Config) -> Work:
     """The numbers of a call in a configuration, by catching what its launcher would start."""
-    # this module is asked for constants where there is no triton
-    from trinfer.backend.targets import caught
-
     with pin(call.op, config), caught() as launches:
         call.op.launcher(*call.args, **call.kwargs)
     programs = max((launch.programs for launch in launches), default=1)

@@ -2,13 +2,13 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trinfer.autotune.choice import pin
 from trinfer.autotune.compiled import as_if_on
 from trinfer.autotune.devices import Device, named
 from trinfer.autotune.measure import named as arguments_of
-from trinfer.autotune.model import Work, dtype_of, predicted_us, ranked, roofline_us, work_of
+from trinfer.autotune.model import Work, dtype_of, predicted_us, ranked, roofline_us, with_facts, work_of
 from trinfer.autotune.records import Call, Config
 from trinfer.autotune.rows import candidates, key_text
 from trinfer.backend.targets import TARGETS, Facts, caught, compile_launches
@@ -49,10 +49,7 @@ def estimate(call: Call, config: Config, target: str) -> Estimate:
             call.op.launcher(*call.args, **call.kwargs)
         work = work_of(call, config)
     facts = tuple(compile_launches(launches, TARGETS[target]))
-    main = max(facts, key=lambda f: f.shared_bytes + f.registers)
-    # a spill is memory traffic that the model does not know: it is never promising
-    registers = 256 if main.spilled_bytes else main.registers
-    work = replace(work, registers=registers, shared_bytes=main.shared_bytes)
+    work = with_facts(work, list(facts))
     with as_if_on(TARGETS[target]):
         us = predicted_us(work, device)
     floor = roofline_us(*call.op.cost(**arguments_of(call)), dtype_of(call), device)

@@ -18,6 +18,8 @@ from trinfer.autotune.records import Config, Tunable
 BUCKETS = ("M", "pairs", "programs", "rows")
 # what no CPU kernel depends on
 GPU_ONLY = ("num_stages", "num_warps")
+# fields that a CPU's candidates vary around its default, and how far
+CPU_FIELDS = {"BLOCK_N": (8, 512), "SPLITS": (1, 64)}
 NUMBERS = ("us", "default_us", "floor_us")
 # a day
 MOST_US = 86_400e6
@@ -65,8 +67,22 @@ def candidates(op: Tunable, key: Any) -> list[Config]:
     configs = [default, *({**default, **part} for part in op.space)]
     if backend.kind() == "cpu":
         unused = {name: default[name] for name in GPU_ONLY if name in default}
-        configs = [{**config, **unused} for config in configs]
+        configs = [{**config, **unused} for config in (default, *_around(op, default), *configs[1:])]
     return list({tuple(sorted(config.items())): config for config in configs}.values())
+
+
+def _around(op: Tunable, default: Config) -> list[Config]:
+    """The default of a CPU with half, twice, a quarter and four times a block: spaces are made for GPUs.
+
+    Only of fields that the op's space varies, so that a kernel is right for any value.
+    """
+    return [
+        {**default, name: size}
+        for name, (least, most) in CPU_FIELDS.items()
+        if name in default and len({part.get(name) for part in op.space} - {None}) > 1
+        for size in (default[name] // 2, default[name] * 2, default[name] // 4, default[name] * 4)
+        if least <= size <= most
+    ]
 
 
 def is_row(row: Any) -> bool:

@@ -13,11 +13,13 @@ from trinfer.autotune import lookup
 from trinfer.autotune.choice import forget, suspended
 from trinfer.autotune.measure import Trial, agree, fastest, outcome, rotation
 from trinfer.autotune.model import floor_us, ranked
+from trinfer.autotune.precompile import job_of, precompile
 from trinfer.autotune.records import Call, Config
 from trinfer.autotune.rows import Row, candidates, key_text, stale, versions
+from trinfer.backend.targets import TARGETS, Facts
 
-# configurations that are measured for a key, beside the default
-MOST_TRIED = 8
+# configurations that are measured for a key, beside the default, and those that a compiler is asked about
+MOST_TRIED, MOST_COMPILED = 8, 16
 # what a configuration that does not work on this device may raise
 FAILURES = (TritonError, RuntimeError, NotImplementedError, AssertionError)
 
@@ -61,9 +63,10 @@ def search(
     found = {id(call): _known(call) for call in calls}
     open_calls = [call for call in calls if found[id(call)].status != "found"]
     end = time.monotonic() + budget_s
+    facts = _compiled(open_calls)
     for call in progress(open_calls):
         if time.monotonic() < end:
-            found[id(call)] = _measured(call, found[id(call)], end)
+            found[id(call)] = _measured(call, found[id(call)], end, facts)
     if open_calls:
         forget()
     return [found[id(call)] for call in calls]
@@ -79,23 +82,55 @@ def _known(call: Call) -> Finding:
     return Finding(call, "found", row)
 
 
-def _measured(call: Call, before: Finding, end: float) -> Finding:
+def _compiled(calls: list[Call]) -> dict[tuple[int, str], list[Facts]]:
+    """What the compiler says of the first configurations of every call, asked on all cores at once.
+
+    Only for a GPU: on a CPU the compiler tells nothing that the model asks for.
+    """
+    arch = backend.arch(lookup.device())
+    if backend.kind() != "gpu" or arch not in TARGETS:
+        return {}
+    with suspended():
+        asked = [
+            (call, config)
+            for call in calls
+            for config in ranked(call, candidates(call.op, call.key))[:MOST_COMPILED]
+        ]
+    answers = precompile([job_of(call, config, arch) for call, config in asked])
+    return {
+        (id(call), _text(config)): facts
+        for (call, config), facts in zip(asked, answers, strict=True)
+        if facts is not None
+    }
+
+
+def _text(config: Config) -> str:
+    return str(sorted(config.items()))
+
+
+def _measured(call: Call, before: Finding, end: float, facts: dict[tuple[int, str], list[Facts]]) -> Finding:
     try:
-        row = measure(call, lambda: time.monotonic() > end)
+        row = measure(
+            call, lambda: time.monotonic() > end, lambda config: facts.get((id(call), _text(config)))
+        )
     except FAILURES as error:
         return replace(before, status="left out", why=f"its default fails: {error}")
     lookup.keep(call.op, call.key, row)
     return Finding(call, "measured", row, before.why if before.status == "stale" else "")
 
 
-def measure(call: Call, out_of_time: Callable[[], bool] = lambda: False) -> Row:
+def measure(
+    call: Call,
+    out_of_time: Callable[[], bool] = lambda: False,
+    facts: Callable[[Config], list[Facts] | None] = lambda config: None,
+) -> Row:
     """The row of one key: its default against the most promising configurations that do the same."""
     default, *others = candidates(call.op, call.key)
     with suspended():
         expected = outcome(call, default)
         copies = rotation(call)
         trials = [Trial(call, default, copies)]
-        for config in ranked(call, others)[:MOST_TRIED]:
+        for config in ranked(call, others, facts=facts)[:MOST_TRIED]:
             if out_of_time():
                 break
             trials += _tried(call, config, expected, copies)
@@ -136,8 +171,3 @@ def describe(findings: Iterable[Finding]) -> Iterator[str]:
         )
         why = f"  ({finding.why})" if finding.why else ""
         yield f"{name:18}{numbers}  {finding.status:9} {key_text(finding.call.key)}{why}"
-
-
-def kind_of_search() -> str:
-    """Where the times come from, in words."""
-    return f"measured on {backend.device_slug(lookup.device())}"
