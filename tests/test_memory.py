@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,14 @@ def weights(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Those in nested tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_u143_weights_exist_once(dtype: torch.dtype) -> None:
     gc.collect()
@@ -52,7 +61,7 @@ def test_u143_weights_exist_once(dtype: torch.dtype) -> None:
     engine.generate(token_ids(1, 5), max_new_tokens=3, do_sample=False)
     gc.collect()
     decoder = engine.module._trinfer_decoder
-    buffers = [part for part in vars(decoder.workspace).values() if part is not None]
+    buffers = tensors(tuple(vars(decoder.workspace).values()))
     own = decoder.store.nbytes + sum(part.numel() * part.element_size() for part in buffers)
     later = sum(size for address, size in alive(1).items() if address not in before | new)
     # a call adds its cache and buffers, but no weight in another layout

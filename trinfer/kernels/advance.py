@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose
+from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2
 
 
@@ -62,6 +62,7 @@ def _advance_kernel(
         tl.store(finished_ptr + pid_b, (is_finished | is_eos).to(tl.uint8))
 
 
+@tuned
 def advance(
     token: Tensor,
     finished: Tensor,
