@@ -64,6 +64,19 @@ def _normed(arguments: Arguments) -> Arguments:
     return arguments | {"norm": Norm(weight, weight, 1e-5, "layer")}
 
 
+def _two_inputs(arguments: Arguments) -> Arguments:
+    """What closes a layer whose halves are added at once, with a factor."""
+    x, weight = arguments["x"], arguments["weight"]
+    second, other = x.new_empty(len(x), 4 * x.shape[1]), weight.new_empty(len(weight), 4 * x.shape[1])
+    residual = x.new_empty(len(x), len(weight))
+    return arguments | {"also": (second, other, weight[:, 0]), "residual": residual, "scale": 0.22}
+
+
+def _behind(arguments: Arguments) -> Arguments:
+    """A norm of what half a layer gives, added to its states in place."""
+    return {**arguments, "residual": None, "add": arguments["x"], "out": arguments["x"], "weight_offset": 1.0}
+
+
 def _codes(symmetric: bool, group: int = 64) -> Variant:
     """Weights of 4 bits."""
 
@@ -120,6 +133,15 @@ def _step(arguments: Arguments) -> Arguments:
     return _masked(arguments) | {"new": (new, new), "prologue": prologue}
 
 
+def _runs(arguments: Arguments) -> Arguments:
+    """A decode step of Falcon: the queries of a key/value head lie side by side in the projection."""
+    q, k = arguments["q"].unflatten(1, (arguments["k"].shape[1], -1)), arguments["k"]
+    heads, table = q.new_empty(len(q), k.shape[1], q.shape[2] + 2, *q.shape[3:]), k[0, 0].contiguous()
+    kv_range = torch.empty(len(q), 2, dtype=torch.int32, device=q.device)
+    options = {"kv_range": kv_range, "prologue": Prologue(cos=table, sin=table)}
+    return arguments | options | {"q": heads[:, :, :-2], "new": (heads[:, :, -2], heads[:, :, -1])}
+
+
 def _added(arguments: Arguments) -> Arguments:
     """What BERT's tables and norm make of a token, at a position that is counted on the device."""
     ids, weight = arguments["ids"], arguments["weight"]
@@ -131,16 +153,24 @@ def _added(arguments: Arguments) -> Arguments:
 _PRODUCT = {"gated": _gated, "segments": _segments}
 _CODES = {"int4": _codes(True), "int4 with zeros": _codes(False)}
 VARIANTS: dict[str, dict[str, Variant]] = {
-    "gemv": {**_PRODUCT, "columns": _columns, "normed": _normed},
+    "gemv": {**_PRODUCT, "columns": _columns, "normed": _normed, "two inputs": _two_inputs},
     "matmul": {**_PRODUCT, "columns": _columns, "normed": _normed},
     "quant_gemv": {**_PRODUCT, **_CODES},
     "quant_matmul": {**_PRODUCT, **_CODES, "integers": _integers},
     "grouped_gemv": {"gated": _gated},
     "grouped_matmul": {"gated": _gated},
     "embedding": {"added": _added},
+    "rms_norm": {"behind": _behind},
+    "layer_norm": {"behind": _behind},
     "qkv_post": {"packed": _in_rows},
     "attention": {"masked": _masked, "biased": _biased, "scored": _scored, "packed": _packed},
-    "decode_attention": {"masked": _masked, "biased": _biased, "scored": _scored, "step": _step},
+    "decode_attention": {
+        "masked": _masked,
+        "biased": _biased,
+        "scored": _scored,
+        "step": _step,
+        "runs": _runs,
+    },
 }
 
 

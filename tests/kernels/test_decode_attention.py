@@ -373,3 +373,28 @@ def test_decode_attention_refuses_what_does_not_fit():
         ),
     ):
         decode_attention(q, k, v, scratch=split_scratch(2, 6, 8, 2), **options)
+
+
+@settings(max_examples=20)
+@given(dtypes, st.sampled_from([(3, 2), (4, 4), (2, 5)]), keys, st.booleans(), seeds)
+def test_heads_in_runs_are_those_side_by_side(dtype, runs, N, is_shared, seed):
+    (outer, inner), D = runs, 32
+    # runs of queries between keys and values, as groups or shards of one projection hold them
+    product = make((2, 1, outer, inner * 3, D), dtype, seed)
+    q, k, v = (product[:, :, :, i * inner : (i + 1) * inner].movedim(1, -2) for i in range(3))
+    if is_shared:
+        q, k, v = (product[:, :, :, part].movedim(1, -2) for part in (slice(0, -2), -2, -1))
+    flat = [x.flatten(1, 2).contiguous() if x.dim() > 4 else x.contiguous() for x in (q, k, v)]
+    G = flat[1].shape[1]
+    caches = make((2, 2, G, N, D), dtype, seed + 1)
+    cos, sin = table(torch.arange(N), D, False)
+    prologue = Prologue(cos=cos[0], sin=sin[0])
+    results = []
+    for queries, new in ((q, (k, v)), (flat[0], (flat[1], flat[2]))):
+        keys_, values = caches.clone()
+        o = decode_attention(queries, keys_, values, sm_scale=0.3, new=new, prologue=prologue)
+        results.append((o, keys_, values))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    truth_ = decode_attention_ref(q, *caches.clone(), sm_scale=0.3, new=(k, v), prologue=prologue)
+    assert_close(results[0][0], truth_.double(), dtype)

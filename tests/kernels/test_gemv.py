@@ -219,7 +219,7 @@ def test_gemv_refuses_a_norm_that_does_not_fit():
     with pytest.raises(ValueError, match="norm of kind 'rms' has a bias"):
         gemv(x, w, norm=Norm(ones, ones))
     with pytest.raises(ValueError, match=r"norm of kind 'layer' has weight_offset=1.0"):
-        gemv(x, w, norm=Norm(ones, kind="layer", weight_offset=1.0))
+        gemv(x, w, norm=Norm(None, kind="layer", weight_offset=1.0))
     with pytest.raises(ValueError, match="cast='half' is unknown"):
         gemv(x, w, norm=Norm(ones, cast="half"))
 

@@ -9,10 +9,25 @@ from torch import Tensor
 
 from trinfer import backend
 from trinfer.autotune import Config, choose, tuned
-from trinfer.kernels.elements import dot, load_tile
-from trinfer.kernels.heads import Prologue, check_new_token, load_heads, prologue_ref, with_equal_strides
+from trinfer.kernels.heads import (
+    Prologue,
+    as_heads,
+    check_new_token,
+    flat_heads,
+    head_offsets,
+    load_heads,
+    new_heads,
+    prologue_ref,
+)
 from trinfer.kernels.op import Op, as_bias, launched, nbytes, strides_of, unit_stride
-from trinfer.kernels.scores import add_bias, attend_ref, check_attention, fold_key, load_range, scale_scores
+from trinfer.kernels.scores import (
+    attend_cache,
+    attend_ref,
+    check_attention,
+    fold_key,
+    load_range,
+    scale_scores,
+)
 from trinfer.kernels.splits import MAX_SPLITS, as_scratch, combine_splits, share_keys
 
 _NO_PROLOGUE = Prologue()
@@ -24,74 +39,6 @@ class _Key(NamedTuple):
     D: int
     Dv: int
     programs: int
-
-
-@triton.jit
-def _attend_cache(
-    q,
-    k_ptr,
-    v_ptr,
-    bias_ptrs,
-    lo,
-    hi,
-    pos,
-    mask_h,
-    slope,
-    stride_kn,
-    stride_vn,
-    softcap,
-    sm_scale,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Weighted values, sum and maximum of the scores of a few heads over the keys lo..hi."""
-    BLOCK_H: tl.constexpr = q.shape[0]
-    BLOCK_D: tl.constexpr = q.shape[1]
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_v = tl.arange(0, BLOCK_DV)
-    m_i = tl.full([BLOCK_H], -1e20, dtype=tl.float32)
-    l_i = tl.zeros([BLOCK_H], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_DV], dtype=tl.float32)
-    for n in range(lo, hi, BLOCK_N):
-        mask_n = offs_n < hi - n
-        base = tl.cast(n, tl.int64)
-        if BLOCK_H == 1:
-            # one head: a product of tiles would leave most of a tensor core or vector register idle
-            k_ptrs = k_ptr + base * stride_kn + (offs_n[:, None] * stride_kn + offs_d[None, :])
-            k = load_tile(k_ptrs, mask_n[:, None], offs_d[None, :] < D, True, BLOCK_D != D).to(tl.float32)
-            s = k * q.to(tl.float32)
-            if BLOCK_D != D:
-                # zero already, but only this says so where the tile of k ends before that of q
-                s = tl.where(offs_d[None, :] < D, s, 0.0)
-            s = tl.sum(s, 1)[None, :]
-        else:
-            k_ptrs = k_ptr + base * stride_kn + (offs_n[None, :] * stride_kn + offs_d[:, None])
-            k = load_tile(k_ptrs, mask_n[None, :], offs_d[:, None] < D, True, BLOCK_D != D)
-            s = dot(q, k, tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32))
-        s = scale_scores(s, sm_scale, softcap)
-        keep = mask_n[None, :]
-        if slope is not None:
-            s += slope[:, None] * ((n + offs_n - pos).to(tl.float32) * 1.4426950408889634)[None, :]
-        if bias_ptrs is not None:
-            mask = mask_h[:, None] & mask_n[None, :]
-            s, keep = add_bias(s, keep, bias_ptrs[:, None] + base + offs_n[None, :], mask)
-        # far below the first maximum, so that the weight of what is not allowed is exactly zero
-        s = tl.where(keep, s, -1e30)
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        p = tl.exp2(s - m_new[:, None])
-        alpha = tl.exp2(m_i - m_new)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        v_ptrs = v_ptr + base * stride_vn + (offs_n[:, None] * stride_vn + offs_v[None, :])
-        v = load_tile(v_ptrs, mask_n[:, None], offs_v[None, :] < DV, True, BLOCK_DV != DV)
-        if BLOCK_H == 1:
-            acc = acc * alpha[:, None] + tl.sum(v.to(tl.float32) * tl.trans(p), 0)[None, :]
-        else:
-            acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
-        m_i = m_new
-    return acc, l_i, m_i
 
 
 # the length, and the strides of a bias with it, change with every token: they must not recompile
@@ -130,8 +77,12 @@ def _decode_attention_kernel(
     stride_bh,
     stride_xb,
     stride_xg,
+    stride_qo,
+    stride_xo,
     softcap,
     sm_scale,
+    Q_RUN: tl.constexpr,
+    X_RUN: tl.constexpr,
     WINDOW: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -161,7 +112,7 @@ def _decode_attention_kernel(
     # the query stands at the last valid key, and its row of the tables counts from the first
     pos = hi - 1
     row = tl.maximum(pos - lo, 0)
-    q_ptrs = q_ptr + pid_b * stride_qb + head * stride_qh
+    q_ptrs = q_ptr + pid_b * stride_qb + head_offsets(head, stride_qh, stride_qo, Q_RUN)
     q = load_heads(
         q_ptrs, mask_h, q_weight_ptr, cos_ptr, sin_ptr, row, EPS, OFFSET, D, R, IS_INTERLEAVED, BLOCK_D
     ).to(q_ptr.dtype.element_ty)
@@ -170,28 +121,15 @@ def _decode_attention_kernel(
     # the key of this token comes from registers: in the cache, other programs may not see it yet
     hi = hi if new_k_ptr is None else pos
     lo, hi, used = share_keys(lo, hi, pos, WINDOW, SPLITS, BLOCK_N)
-    acc, l_i, m_i = _attend_cache(
-        q,
-        k_ptr,
-        v_ptr,
-        bias_ptrs,
-        lo,
-        hi,
-        pos,
-        mask_h,
-        slope,
-        stride_kn,
-        stride_vn,
-        softcap,
-        sm_scale,
-        D,
-        DV,
-        BLOCK_N,
-        BLOCK_DV,
+    # fmt: off
+    acc, l_i, m_i = attend_cache(
+        q, k_ptr, v_ptr, bias_ptrs, lo, hi, pos, mask_h, slope, stride_kn, stride_vn, softcap, sm_scale,
+        D, DV, BLOCK_N, BLOCK_DV,
     )
+    # fmt: on
     if new_k_ptr is not None:
         is_mine = (split == 0) & (lo <= pos)
-        offs_x = pid_b * stride_xb + pid_g * stride_xg + tl.arange(0, 1)
+        offs_x = pid_b * stride_xb + head_offsets(pid_g, stride_xg, stride_xo, X_RUN) + tl.arange(0, 1)
         mask_x = (tl.arange(0, 1) < 1) & is_mine
         x_ptrs = new_k_ptr + offs_x
         k = load_heads(
@@ -245,7 +183,8 @@ def decode_attention(
     The one query of a sequence stands at its last valid key.
 
     Args:
-        q: [B, H, 1, D] float16|bfloat16|float32, any strides, D up to 256.
+        q: [B, H, 1, D] float16|bfloat16|float32, any strides, D up to 256; or [B, O, I, 1, D], the H = O · I
+            heads in runs of I.
         k: [B, G, N, D], any strides, G dividing H: query head h reads head h // (H / G).
         v: [B, G, N, Dv], any strides.
         sm_scale: factor of the scores.
@@ -255,8 +194,9 @@ def decode_attention(
         alibi: [H] float32, the slope of a bias by distance (see `alibi_slopes`).
         softcap: scores s become softcap · tanh(s / softcap), before bias and masks.
         sinks: [H], a logit that takes its share of the softmax and has no value (gpt-oss).
-        new: key [B, G, 1, D] and value [B, G, 1, Dv] of this token, any strides: written into k and v at the
-            last valid key, the key after its prologue. A sequence without a valid key gets nothing written.
+        new: key [B, G, 1, D] and value [B, G, 1, Dv] of this token, any strides, or both in runs as q:
+            written into k and v at the last valid key, the key after its prologue. A sequence without a valid
+            key gets nothing written.
         prologue: norm and rotation of q and of the new key, at row `last valid key - first valid key`.
         out: [B, 1, H, Dv] contiguous, takes the result.
         scratch: what `split_scratch` gives, kept between launches; made for each launch if it is missing.
@@ -273,24 +213,26 @@ def decode_attention(
     Source: https://arxiv.org/abs/1805.02867
     """
     options = (window, kv_range, bias, alibi, softcap, sinks)
+    given = (q, k, v, sm_scale, options, new, prologue, out)
+    (q, q_run, stride_qo), (new, x_run, stride_xo) = as_heads(q), new_heads(new)
     check_attention(q, k, v, *options)
     check_new_token(q, k, v, bias, new, prologue, out)
     if not backend.runs_triton(q):
-        return _attend_ref(q, k, v, sm_scale, options, new, prologue, out)
+        return _attend_ref(*given)
     (B, H, _, D), (G, N, DV) = q.shape, v.shape[1:]
     o = q.new_empty((B, 1, H, DV)) if out is None else out
     if o.numel() == 0:
         return o
     q, k, v, bias = unit_stride(q), unit_stride(k), unit_stride(v), as_bias(bias, (B, H, 1, N))
     kv_range = kv_range if kv_range is None else kv_range.contiguous()
-    x, y = with_equal_strides(new)
-    config = choose(OP, _Key(q.dtype, H // G, D, DV, B * G))
-    partials, tickets = as_scratch(scratch, B, H, DV, config["SPLITS"], q)
-    tensors = (q, k, v, bias, kv_range, alibi, sinks, x, y, *prologue.tables, o, partials, tickets)
+    config, (x, y) = choose(OP, _Key(q.dtype, H // G, D, DV, B * G)), new or (None, None)
+    memory = as_scratch(scratch, B, H, DV, config["SPLITS"], q)
+    tensors = (q, k, v, bias, kv_range, alibi, sinks, x, y, *prologue.tables, o, *memory)
     strides = (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 2), *strides_of(x, 2))
+    scalars = (N, H // G, *strides, stride_qo, stride_xo, softcap, sm_scale, q_run, x_run, window)
     launched("decode_attention", *tensors)
     _decode_attention_kernel[(G * -(-H // G // config["BLOCK_H"]), config["SPLITS"], B)](
-        *tensors, N, H // G, *strides, softcap, sm_scale, window, *prologue.constants(D), D, DV, **config
+        *tensors, *scalars, *prologue.constants(D), D, DV, **config
     )
     return o
 
@@ -327,7 +269,8 @@ def _attend_ref(
     prologue: Prologue,
     out: Tensor | None,
 ) -> Tensor:
-    N, kv_range = k.shape[2], options[1]
+    N, kv_range, q = k.shape[2], options[1], flat_heads(q)
+    new = None if new is None else (flat_heads(new[0]), flat_heads(new[1]))
     valid = torch.tensor([[0, N]], device=q.device).expand(len(q), 2) if kv_range is None else kv_range
     first, position = valid[:, 0].clamp(min=0), valid[:, 1].clamp(max=N) - 1
     rows = (position - first)[:, None]

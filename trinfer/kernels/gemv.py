@@ -73,10 +73,7 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     SPANS_K: tl.constexpr,
 ):
-    """One program per BLOCK_N outputs of one segment, all rows of x.
-
-    With a second input, its weight and bias come as the second segment and N1 is the number of its columns.
-    """
+    """One program per BLOCK_N outputs of one segment, all rows of x."""
     pid = tl.program_id(0)
     N_total = N0
     if IS_GATED or also_ptr is not None:
@@ -89,9 +86,7 @@ def _gemv_kernel(
             N_total += N2
     offset = first.to(tl.int64) * stride_wn
     w_ptr += offset
-    u_ptr = w_ptr
-    if also_ptr is not None:
-        u_ptr = w1_ptr + first.to(tl.int64) * stride_un
+    u_ptr = None if also_ptr is None else w1_ptr + first.to(tl.int64) * stride_un
     rest = N - first
     offs_n = first + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
@@ -214,15 +209,11 @@ def gemv(
     sizes = [w.shape[0] for w in weights]
     outputs = sizes[:1] if gated else sizes
     _check_also(x, weights, also, act != "none" or gated or norm is not None)
-    read = (x, *weights, *biases, *norm_tensors[:2], *(also or ()))
-    y = output(out, x, sum(outputs), read, residual)
+    y = output(out, x, sum(outputs), (x, *weights, *biases, *norm_tensors[:2], *(also or ())), residual)
     if not backend.runs_triton(x):
         options: dict[str, Any] = {"act": act, "gated": gated, "residual": residual, "norm": norm}
         return gemv_ref(x, weights, biases, **options, also=also, scale=scale, out=y)
-    K = x.shape[-1]
-    M = x.numel() // max(1, K)
-    if M > MAX_ROWS or K == 0:
-        raise ValueError(f"x has {M} rows of {K} - allowed: up to {MAX_ROWS} rows - call matmul for more")
+    K, M = x.shape[-1], _count_rows(x)
     if y.numel() == 0:
         return y
     residual = residual if residual is None else residual.contiguous()
@@ -231,6 +222,7 @@ def gemv(
     # a product of two inputs costs what one of both together would
     columns = K if also is None else K + also[0].shape[-1]
     key = _Key(x.dtype, next_power_of_2(M), sizes[0], columns, is_transposed, gated, norm is not None)
+<<<<<<< HEAD
     config = choose(OP, key)
     second, strides = None, [0, 0]
     if also is not None:
@@ -242,9 +234,38 @@ def gemv(
     block = config["BLOCK_N"]
     launched("gemv", x, *pointers)
     _gemv_kernel[(sum([-(-n // block) for n in outputs]),)](
+=======
+    config, (segments, sizes, strides) = choose(OP, key), _as_arguments(weights, biases, sizes, also)
+    pointers = (*norm_tensors[:2], *segments, residual, y)
+    scalars = (M, *sizes, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale)
+    launched("gemv")
+    _gemv_kernel[(sum([-(-n // config["BLOCK_N"]) for n in outputs]),)](
+>>>>>>> f238510 ([Kernel] decode_attention reads heads that lie in runs, as groups and shards of one projection)
         x.contiguous(), *pointers, *scalars, *norm_constants, act, gated, is_transposed, **config
     )
     return y
+
+
+def _count_rows(x: Tensor) -> int:
+    """Rows of x; refuses more than a launch takes."""
+    K = x.shape[-1]
+    M = x.numel() // max(1, K)
+    if M > MAX_ROWS or K == 0:
+        raise ValueError(f"x has {M} rows of {K} - allowed: up to {MAX_ROWS} rows - call matmul for more")
+    return M
+
+
+def _as_arguments(
+    weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], sizes: list[int], also: Also | None
+) -> tuple[Any, ...]:
+    """(weights, biases and second input), sizes, strides of the second weight: as the kernel takes them."""
+    if also is None:
+        none = (None,) * (3 - len(weights))
+        return (*weights, *none, *biases, *none, None), (*sizes, *none), (0, 0)
+    second, other, bias = also
+    # the kernel takes them as a second segment, whose size is that of their columns
+    pointers = (*weights, other, None, *biases, bias, None, second.contiguous())
+    return pointers, (*sizes, second.shape[-1], None), other.stride()
 
 
 def _check_also(x: Tensor, weights: tuple[Tensor, ...], also: Also | None, is_more: bool) -> None:

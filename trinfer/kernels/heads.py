@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trinfer.kernels.op import unit_stride
+
 
 class Prologue(NamedTuple):
     """What each head of q and k passes before it attends: an RMS norm, then a rotation by its position.
@@ -37,6 +39,16 @@ class Prologue(NamedTuple):
     def rotated(self, D: int) -> int:
         """How many entries of a head come in pairs."""
         return D // 2 * 2 if self.cos is None else self.cos.shape[-1]
+
+
+@triton.jit
+def head_offsets(head, stride_h, stride_o, RUN: tl.constexpr):
+    """Where heads lie that come evenly, or in runs of RUN."""
+    if RUN is None:
+        offset = head * stride_h
+    else:
+        offset = head // RUN * stride_o + head % RUN * stride_h
+    return offset
 
 
 @triton.jit
@@ -221,15 +233,34 @@ def check_new_token(
         )
 
 
-def with_equal_strides(new: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
-    """The new key and value with equal strides, as the slices of one product have them."""
+def as_heads(x: Tensor) -> tuple[Tensor, int | None, int]:
+    """(x as [B, H, 1, D], heads in a run, distance of runs) of heads in one dimension or in two.
+
+    In two, what is returned has the right shape and strides, but only the first run lies where it says.
+    """
+    if x.dim() == 4:
+        return x, None, 0
+    B, runs, run, M, D = x.shape
+    x = unit_stride(x)
+    return x.as_strided((B, runs * run, M, D), (x.stride(0), *x.stride()[2:])), run, x.stride(1)
+
+
+def flat_heads(x: Tensor) -> Tensor:
+    """Heads in one dimension; a copy if they come in two that do not lie evenly."""
+    return x.flatten(1, 2) if x.dim() > 4 else x
+
+
+def new_heads(new: tuple[Tensor, Tensor] | None) -> tuple[tuple[Tensor, Tensor] | None, int | None, int]:
+    """`as_heads` of the new key and value with equal strides, as the slices of one product have them."""
     if new is None:
-        return None, None
+        return None, None, 0
     k, v = new
-    if k.stride()[:2] == v.stride()[:2] and k.stride(-1) == v.stride(-1) == 1:
-        return k, v
-    both = torch.cat((k, v), -1)
-    return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+    is_alike = k.stride()[:-2] == v.stride()[:-2] and k.stride(-1) == v.stride(-1) == 1
+    if not is_alike and k.shape[:-1] == v.shape[:-1]:
+        both = torch.cat((flat_heads(k), flat_heads(v)), -1)
+        k, v = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+    (k, run, stride), (v, _, _) = as_heads(k), as_heads(v)
+    return (k, v), run, stride
 
 
 def rotate_ref(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

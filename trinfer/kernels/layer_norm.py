@@ -107,6 +107,7 @@ def layer_norm(
     added = None if add is None else as_rows(add)
     if M:
         config = choose(OP, _Key(x.dtype, N))
+<<<<<<< HEAD
         launched("layer_norm", rows, res, y, h)
         _layer_norm_kernel[(M,)](
             rows,
@@ -124,6 +125,12 @@ def layer_norm(
             weight_offset,
             **config,
         )
+=======
+        launched("layer_norm")
+        tensors = (rows, res, *unit_strides(weight, bias), added, y, h)
+        strides = [N if t is None else t.stride(0) for t in (rows, res, added, as_rows(y))]
+        _layer_norm_kernel[(M,)](*tensors, N, *strides, eps, weight_offset, **config)
+>>>>>>> f238510 ([Kernel] decode_attention reads heads that lie in runs, as groups and shards of one projection)
     return y if h is None else (y, h)
 
 

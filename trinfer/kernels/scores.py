@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trinfer.kernels.elements import dot, load_tile
+
 
 @triton.jit
 def mask_keys(keep, key, pos, window, IS_CAUSAL: tl.constexpr):
@@ -58,6 +60,74 @@ def scale_scores(s, sm_scale, softcap):
         series = x + x * y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
         s = tl.where(y < 0.0625, series, tanh) * (softcap * 1.4426950408889634)
     return s
+
+
+@triton.jit
+def attend_cache(
+    q,
+    k_ptr,
+    v_ptr,
+    bias_ptrs,
+    lo,
+    hi,
+    pos,
+    mask_h,
+    slope,
+    stride_kn,
+    stride_vn,
+    softcap,
+    sm_scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Weighted values, sum and maximum of the scores of a few heads over the keys lo..hi."""
+    BLOCK_H: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_v = tl.arange(0, BLOCK_DV)
+    m_i = tl.full([BLOCK_H], -1e20, dtype=tl.float32)
+    l_i = tl.zeros([BLOCK_H], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], dtype=tl.float32)
+    for n in range(lo, hi, BLOCK_N):
+        mask_n = offs_n < hi - n
+        base = tl.cast(n, tl.int64)
+        if BLOCK_H == 1:
+            # one head: a product of tiles would leave most of a tensor core or vector register idle
+            k_ptrs = k_ptr + base * stride_kn + (offs_n[:, None] * stride_kn + offs_d[None, :])
+            k = load_tile(k_ptrs, mask_n[:, None], offs_d[None, :] < D, True, BLOCK_D != D).to(tl.float32)
+            s = k * q.to(tl.float32)
+            if BLOCK_D != D:
+                # zero already, but only this says so where the tile of k ends before that of q
+                s = tl.where(offs_d[None, :] < D, s, 0.0)
+            s = tl.sum(s, 1)[None, :]
+        else:
+            k_ptrs = k_ptr + base * stride_kn + (offs_n[None, :] * stride_kn + offs_d[:, None])
+            k = load_tile(k_ptrs, mask_n[None, :], offs_d[:, None] < D, True, BLOCK_D != D)
+            s = dot(q, k, tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32))
+        s = scale_scores(s, sm_scale, softcap)
+        keep = mask_n[None, :]
+        if slope is not None:
+            s += slope[:, None] * ((n + offs_n - pos).to(tl.float32) * 1.4426950408889634)[None, :]
+        if bias_ptrs is not None:
+            mask = mask_h[:, None] & mask_n[None, :]
+            s, keep = add_bias(s, keep, bias_ptrs[:, None] + base + offs_n[None, :], mask)
+        # far below the first maximum, so that the weight of what is not allowed is exactly zero
+        s = tl.where(keep, s, -1e30)
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v_ptrs = v_ptr + base * stride_vn + (offs_n[:, None] * stride_vn + offs_v[None, :])
+        v = load_tile(v_ptrs, mask_n[:, None], offs_v[None, :] < DV, True, BLOCK_DV != DV)
+        if BLOCK_H == 1:
+            acc = acc * alpha[:, None] + tl.sum(v.to(tl.float32) * tl.trans(p), 0)[None, :]
+        else:
+            acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
+        m_i = m_new
+    return acc, l_i, m_i
 
 
 @triton.jit
