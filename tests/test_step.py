@@ -9,19 +9,69 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models import engine_of, left_padded, make, reference, token_ids
+from tests.models import ZOO, engine_of, left_padded, make, reference, token_ids
 from tests.test_layers import HARMLESS
-from trinfer import backend
+from trinfer import ARCHITECTURES, backend
 from trinfer.kernels import count_launches
 
 pytestmark = pytest.mark.skipif(backend.kind() == "reference", reason="a step is made of launches")
 
-# launches of one layer in a decode step. A larger number needs a reason beside it
+# launches of one layer in a decode step: five; four where both halves read the same states. A larger number
+# needs a reason beside it
 LAUNCHES = {
     "llama": 5,
     "llama_tied": 5,
     "llama_biased": 5,
     "llama80": 5,
+    "mistral": 5,
+    "mistral_sw": 5,
+    "qwen2": 5,
+    "qwen2_sw": 5,
+    "qwen3": 5,
+    "smollm3": 5,
+    "granite": 5,
+    "gemma": 5,
+    "phi3": 5,
+    "phi3_sw": 5,
+    "starcoder2": 5,
+    "stablelm": 5,
+    "nemotron": 5,
+    "gpt2": 5,
+    "gptneo": 5,
+    "bigcode": 5,
+    "bigcode_mha": 5,
+    "opt_pre": 5,
+    "bloom": 5,
+    "mpt": 5,
+    "neox_sequential": 5,
+    "falcon_mha": 5,
+    "falcon_alibi": 5,
+    "neox": 4,
+    "gptj": 4,
+    "codegen": 4,
+    "phi": 4,
+    "cohere": 4,
+    "stablelm_parallel": 4,
+    "falcon": 4,
+    "falcon_old": 4,
+    "falcon_one_norm": 4,
+    # a norm of what each half gives, before it is added
+    "gemma2": 7,
+    "gemma3_text": 7,
+    "glm4": 7,
+    # the same, and norms over all queries and all keys at once, which no program of attention sees
+    "olmo2": 9,
+}
+# decoders whose step the model's own forward runs, and why
+STAYS = {
+    "opt": "OPTDecoder has project_out, project_in, unknown to the row",
+    "phi_normed": "the norms of its queries and keys are layer norms",
+    "persimmon": "the norms of its queries and keys are layer norms",
+    "cohere_normed": "its layers run part by part",
+    "stablelm_normed": "its layers run part by part",
+    "bloom_post": "its layers run part by part",
+    "bert_decoder": "BertLMHeadModel has cls, unknown to the row",
+    "megatron_bert_decoder": "MegatronBertForCausalLM has cls, unknown to the row",
 }
 # around the layers: what passes from step to step, the embedding, the head with final norm and choice
 AROUND = 3
@@ -113,9 +163,59 @@ def test_launches_of_a_step(name: str) -> None:
     assert f"{layers} layers of {LAUNCHES[name]} launches" in engine.plan.step
 
 
+@pytest.mark.parametrize("name", STAYS)
+def test_the_plan_says_why_the_models_own_forward_runs_the_step(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    assert engine.plan.step.startswith(f"model.forward; {STAYS[name]}")
+    ids = token_ids(1, 5)
+    assert torch.equal(greedy(engine, ids), greedy(expected, ids))
+
+
+def test_every_decoder_has_its_launches_or_its_reason() -> None:
+    rows = {name for name, (kind, what, _) in ZOO.items() if what == "CausalLM" and kind in ARCHITECTURES}
+    assert rows == {*LAUNCHES, *STAYS}
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if not name.startswith("llama")])
+def test_tokens_of_every_architecture_equal_transformers(name: str, caplog: Any) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model, enable_cuda_graph=True)
+    for tokens in (1, 9, 40):
+        ids = token_ids(1, tokens, seed=tokens)
+        assert torch.equal(greedy(engine, ids), greedy(expected, ids))
+    check_padded(engine, expected)
+    assert "could not be recorded" not in caplog.text
+
+
+def test_a_position_table_ends_where_it_ends_in_transformers() -> None:
+    model = make("gpt2")
+    expected = reference(model)
+    engine = engine_of(model)
+    ids = token_ids(1, 60)
+    with count_launches() as launches:
+        assert torch.equal(greedy(engine, ids, 5), greedy(expected, ids, 5))
+    assert launches["lm_head"] == 5
+    for generate in (engine, expected):
+        with pytest.raises(IndexError):
+            greedy(generate, ids, 6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "olmo2", "codegen", "bloom"])
+def test_prompts_of_more_rows_than_a_gemv_takes(name: str) -> None:
+    model = make(name)
+    expected = reference(model)
+    engine = engine_of(model, enable_cuda_graph=True)
+    ids = token_ids(17, 9)
+    assert torch.equal(greedy(engine, ids), greedy(expected, ids))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "codegen", "olmo2"])
 @pytest.mark.parametrize("is_recorded", [False, True])
-def test_no_torch_operation_and_no_host_read_in_a_step(is_recorded: bool) -> None:
-    engine = engine_of(make("llama"), enable_cuda_graph=is_recorded)
+def test_no_torch_operation_and_no_host_read_in_a_step(is_recorded: bool, name: str) -> None:
+    engine = engine_of(make(name), enable_cuda_graph=is_recorded)
     ids = token_ids(2, 5)
     greedy(engine, ids, 12)
     short, long = (trace(engine, ids, new)[1] for new in (3, 12))
@@ -133,12 +233,19 @@ def test_tokens_equal_transformers(variant: str) -> None:
         # a fresh model each time: a dynamic rotary embedding keeps the frequencies of its longest call
         truth = greedy(reference(make(name, **changes)), ids, 12)
         assert torch.equal(greedy(engine, ids, 12), truth)
+    check_padded(engine, reference(make(name, **changes)))
+
+
+def check_padded(engine: Any, expected: Any) -> None:
+    """Tokens and logits of padded rows, and beams, which run through the model's own forward."""
     ids, mask = left_padded([9, 4, 1])
     options = {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
-    ours, theirs = (greedy(m, ids, 12, **options) for m in (engine, reference(make(name, **changes))))
+    ours, theirs = (greedy(m, ids, 12, **options) for m in (engine, expected))
     assert torch.equal(ours.sequences, theirs.sequences)
     for mine, truth in zip(ours.logits, theirs.logits, strict=True):
         assert torch.allclose(mine, truth, atol=1e-4)
+    beams = {"attention_mask": mask, "num_beams": 2}
+    assert torch.equal(greedy(engine, ids, **beams), greedy(expected, ids, **beams))
 
 
 def test_prompts_of_every_length() -> None:

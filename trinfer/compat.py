@@ -17,8 +17,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.output_capturing import _active_collector
 
-from trinfer.architectures import Arch
-
 # the name under which the attention function and the mask function are registered, always both: with an
 # attention function alone transformers passes mask=None and padded rows are silently wrong
 ATTENTION_NAME = "trinfer"
@@ -48,6 +46,15 @@ def rotary_argument(
     return sin, cos
 
 
+def gives_tuple(layer: nn.Module) -> bool:
+    """True if a layer returns its states in a tuple though it is of a family that gives tensors.
+
+    GPT-J and CodeGen did so up to 5.17, when their layers took positions instead of a rotary table.
+    """
+    takes = inspect.signature(layer.forward).parameters
+    return type(layer).__name__ in ("GPTJBlock", "CodeGenBlock") and "position_embeddings" not in takes
+
+
 def collects_attentions() -> bool:
     """True while a forward of the whole model collects attention probabilities.
 
@@ -62,11 +69,6 @@ def wants_attentions(module: Any, kwargs: dict[str, Any]) -> bool:
     config = getattr(module, "config", None)
     asked = kwargs.get("output_attentions", getattr(config, "output_attentions", False))
     return bool(asked) or collects_attentions()
-
-
-def returns_tuple(arch: Arch) -> bool:
-    """True if layers of this row return a tuple; those of GPT-J and CodeGen did before 5.24."""
-    return arch.layer_output == "tuple" or (arch.model_type in ("gptj", "codegen") and cache_key() != "cache")
 
 
 def kernel_window(sliding_window: int | None, is_causal: bool) -> int | None:

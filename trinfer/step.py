@@ -17,7 +17,7 @@ from trinfer.kernels.advance import advance
 from trinfer.kernels.attention import attention
 from trinfer.kernels.decode_attention import decode_attention
 from trinfer.kernels.embedding import Table, embedding
-from trinfer.kernels.heads import Prologue
+from trinfer.kernels.heads import Prologue, flat_heads
 from trinfer.kernels.lm_head import MAX_ROWS, lm_head
 from trinfer.kernels.qkv_post import qkv_post
 from trinfer.kernels.splits import split_scratch
@@ -26,7 +26,6 @@ from trinfer.layers.attention import rotary_table
 from trinfer.layers.block import (
     Parameters,
     block,
-    even_heads,
     heads_of,
     norm_at,
     parameters,
@@ -254,7 +253,7 @@ class Decoder:
 
         def attend(layer: Layer, qkv: Tensor) -> Tensor:
             p, prologue, buffers = layer
-            q, k, v = (even_heads(x) for x in heads_of(p, qkv.view(B, M, -1)))
+            q, k, v = (flat_heads(x) for x in heads_of(p, qkv.view(B, M, -1)))
             keys, values = buffers.keys[:B, :, :end], buffers.values[:B, :, :end]
             q = qkv_post(q, k, v, keys, values, positions, prologue, kv_range=kv_range)
             o = attention(q, keys, values, is_causal=True, kv_range=kv_range, **score_options(p))
@@ -275,7 +274,7 @@ class Decoder:
 
         def attend(layer: Layer, qkv: Tensor) -> Tensor:
             p, prologue, buffers = layer
-            q, k, v = (even_heads(x) for x in heads_of(p, qkv[None]))
+            q, k, v = (flat_heads(x) for x in heads_of(p, qkv[None]))
             keys, values = buffers.keys[:B, :, :M], buffers.values[:B, :, :M]
             q = qkv_post(q, k, v, keys, values, positions, prologue, kv_range=kv_range, rows=rows)
             ranges: dict[str, Any] = {"kv_range": kv_range, "q_range": q_range, "max_queries": most}

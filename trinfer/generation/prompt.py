@@ -34,6 +34,8 @@ def prompt_of(model: Any, input_ids: Tensor, config: Any, criteria: Any, kwargs:
     if not _follow(kwargs.get("position_ids"), start, total):
         return None
     most = total + max(1, criteria.max_length - columns) if criteria.max_length else cache.limit + 1
+    if decoder.names.max_positions is not None and most - 1 > decoder.names.max_positions:
+        return None
     return {
         "ids": input_ids[:, past - total :].to(device),
         "sequences": input_ids.to(device),

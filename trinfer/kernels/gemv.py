@@ -222,25 +222,11 @@ def gemv(
     # a product of two inputs costs what one of both together would
     columns = K if also is None else K + also[0].shape[-1]
     key = _Key(x.dtype, next_power_of_2(M), sizes[0], columns, is_transposed, gated, norm is not None)
-<<<<<<< HEAD
-    config = choose(OP, key)
-    second, strides = None, [0, 0]
-    if also is not None:
-        second, strides = also[0].contiguous(), [*also[1].stride()]
-        weights, biases, sizes = (*weights, also[1]), (*biases, also[2]), [*sizes, second.shape[-1]]
-    none = (None,) * (3 - len(weights))
-    pointers = (*norm_tensors[:2], *weights, *none, *biases, *none, second, residual, y)
-    scalars = (M, *sizes, *none, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale)
-    block = config["BLOCK_N"]
-    launched("gemv", x, *pointers)
-    _gemv_kernel[(sum([-(-n // block) for n in outputs]),)](
-=======
     config, (segments, sizes, strides) = choose(OP, key), _as_arguments(weights, biases, sizes, also)
     pointers = (*norm_tensors[:2], *segments, residual, y)
     scalars = (M, *sizes, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale)
-    launched("gemv")
+    launched("gemv", x, *pointers)
     _gemv_kernel[(sum([-(-n // config["BLOCK_N"]) for n in outputs]),)](
->>>>>>> f238510 ([Kernel] decode_attention reads heads that lie in runs, as groups and shards of one projection)
         x.contiguous(), *pointers, *scalars, *norm_constants, act, gated, is_transposed, **config
     )
     return y

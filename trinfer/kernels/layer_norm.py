@@ -107,30 +107,10 @@ def layer_norm(
     added = None if add is None else as_rows(add)
     if M:
         config = choose(OP, _Key(x.dtype, N))
-<<<<<<< HEAD
         launched("layer_norm", rows, res, y, h)
-        _layer_norm_kernel[(M,)](
-            rows,
-            res,
-            *unit_strides(weight, bias),
-            added,
-            y,
-            h,
-            N,
-            rows.stride(0),
-            N if res is None else res.stride(0),
-            N if added is None else added.stride(0),
-            as_rows(y).stride(0),
-            eps,
-            weight_offset,
-            **config,
-        )
-=======
-        launched("layer_norm")
         tensors = (rows, res, *unit_strides(weight, bias), added, y, h)
         strides = [N if t is None else t.stride(0) for t in (rows, res, added, as_rows(y))]
         _layer_norm_kernel[(M,)](*tensors, N, *strides, eps, weight_offset, **config)
->>>>>>> f238510 ([Kernel] decode_attention reads heads that lie in runs, as groups and shards of one projection)
     return y if h is None else (y, h)
 
 

@@ -127,11 +127,6 @@ def heads_of(p: Parameters, qkv: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.movedim(1, -2) for x in (q, k, v))
 
 
-def even_heads(x: Tensor) -> Tensor:
-    """Heads in one dimension; a copy if they come in two."""
-    return x.flatten(1, 2) if x.dim() > 4 else x
-
-
 def block_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Forward of a layer inside the model's own forward, which hands it mask, rotary table and cache.
 

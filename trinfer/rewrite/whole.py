@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from trinfer.architectures import Arch
+from trinfer.compat import gives_tuple
 from trinfer.layers import records
 from trinfer.rewrite import match
 from trinfer.rewrite.match import Found
@@ -43,7 +44,7 @@ def layer(module: nn.Module, arch: Arch) -> Found | str:
         mlp_out_norm=_place(arch.mlp_out_norm, parts),
         residual=arch.residual,
         residual_scale=match.stated(module, arch.residual_scale) if arch.residual_scale else 1.0,
-        gives_tuple=arch.layer_output == "tuple",
+        gives_tuple=arch.layer_output == "tuple" or gives_tuple(module),
     )
     return Found(_text(record), "block", record)
 
@@ -71,14 +72,10 @@ def decoder(
     for norm in found.values():
         if isinstance(norm, str):
             return norm
-    head = match.plain(attrgetter(arch.head)(model))
-    if not isinstance(head, Found):
-        return f"{arch.head} is no plain linear: {head}"
     places = {
         path: records.Place(at(path), norm) if isinstance(norm, records.Norm) else None
         for path, norm in found.items()
     }
-    divisor = match.stated(model, arch.logit_divisor) if arch.logit_divisor else 1.0
     return records.Decoder(
         embedding=at(arch.embedding),
         layers=tuple(layers),
@@ -92,8 +89,7 @@ def decoder(
         rotary_kinds=_rotary_kinds(model, backbone, arch, len(layers)),
         final_norm=places[arch.final_norm],
         head=arch.head,
-        logit_scale=(match.stated(model, arch.logit_scale) if arch.logit_scale else 1.0) / divisor,
-        logit_cap=match.stated(model, arch.logit_softcap) if arch.logit_softcap else None,
+        **_logits(model, arch),
         max_positions=_max_positions(model, backbone, arch),
     )
 
@@ -147,7 +143,18 @@ def _strange_around(model: nn.Module, backbone: nn.Module, arch: Arch, root: str
             return f"{path} is a {type(table).__name__}, which computes more than a table"
     if arch.rotary != "none" and not match.has(backbone, arch.rotary_table):
         return "its rotary table is no module of its own"
-    return "" if arch.head and match.has(model, arch.head) else "it has no head"
+    if not arch.head or not match.has(model, arch.head):
+        return "it has no head"
+    head = match.plain(attrgetter(arch.head)(model))
+    return "" if isinstance(head, Found) else f"{arch.head} is no plain linear: {head}"
+
+
+def _logits(model: nn.Module, arch: Arch) -> dict[str, Any]:
+    """What happens to logits behind the head."""
+    scale = match.stated(model, arch.logit_scale) if arch.logit_scale else 1.0
+    divisor = match.stated(model, arch.logit_divisor) if arch.logit_divisor else 1.0
+    cap = match.stated(model, arch.logit_softcap) if arch.logit_softcap else None
+    return {"logit_scale": scale / divisor, "logit_cap": cap}
 
 
 def _read_norm(backbone: nn.Module, arch: Arch, path: str) -> records.Norm | str | None:
