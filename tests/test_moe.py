@@ -1,5 +1,6 @@
 """Mixtures of experts: every family against transformers' eager code, what the plan says, the moe option."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.models import DEVICE, engine_of, left_padded, make, reference, token_
 from tests.moe_models import MOE
 from tests.test_architectures import LOGIT_BOUND, assert_same_logits
 from tests.test_rewrite import assert_untouched, fingerprint, paths_of, plan_of, why_kept
-from trinfer import backend
+from trinfer import ARCHITECTURES, backend
 from trinfer.kernels import count_launches
 from trinfer.rewrite import read_moe
 from trinfer.rewrite.match import Found
@@ -281,3 +282,86 @@ def test_moe_false_leaves_the_layers_as_they_are(name: str, build: Any) -> None:
     assert not any("_trinfer" in part.__dict__ for part in model.model.layers[1].mlp.modules())
     ids = token_ids(2, 9)
     assert_same_logits(engine(ids).logits, expected(ids).logits)
+
+
+class ResidualBlock(nn.Module):
+    """Experts and a dense branch, each with the share that a linear gives it."""
+
+    experts_first = False
+
+    def __init__(self, sparse: nn.Module, width: int) -> None:
+        super().__init__()
+        self.gate, self.experts = sparse.gate, sparse.experts
+        self.dense = nn.Sequential(nn.Linear(width, 40), nn.GELU(), nn.Linear(40, width))
+        self.shares = nn.Linear(width, 2)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.flatten(0, -2)
+        _, weights, ids = self.gate(x)
+        first, second = self.dense(x), self.experts(x, ids, weights)
+        if self.experts_first:
+            first, second = second, first
+        shares = self.shares(x).softmax(-1)
+        return (first * shares[:, :1] + second * shares[:, 1:]).view(hidden_states.shape)
+
+
+class ExpertsFirst(ResidualBlock):
+    """The shares the other way round."""
+
+    experts_first = True
+
+
+RESIDUAL = replace(ARCHITECTURES["mixtral"], dense_branch="mlp.dense", coefficient="mlp.shares")
+
+
+def residual_model(kind: type[ResidualBlock] = ResidualBlock) -> PreTrainedModel:
+    model = make("mixtral")
+    for layer in model.model.layers:
+        layer.mlp = kind(layer.mlp, 64).eval().to(DEVICE)
+    return model
+
+
+@pytest.mark.parametrize("kind", [ResidualBlock, ExpertsFirst])
+@pytest.mark.parametrize("way", ["policy", "row"])
+def test_residual_layers_run_in_the_kernels(
+    kind: type[ResidualBlock], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = residual_model(kind)
+    expected = reference(model)
+    before = fingerprint(model)
+    options: dict[str, Any] = {"dtype": "fp32", "moe": {"type": "residual", "num_experts": 4}}
+    if way == "row":
+        monkeypatch.setitem(ARCHITECTURES, "mixtral", RESIDUAL)
+        options |= {"replace_with_kernel_inject": True}
+    else:
+        options |= {"injection_policy": {type(model.model.layers[0]): RESIDUAL}}
+    engine = trinfer.init_inference(model, **options)
+    steps = {step.path: step for step in engine.plan.swapped}
+    assert steps["model.layers.1.mlp"].record.dense_first == (kind is ResidualBlock)
+    assert steps["model.layers.1.mlp.experts"].forward == "experts"
+    assert steps["model.layers.1.mlp.gate"].forward == "router"
+    for tokens in (3, 40):
+        ids = token_ids(2, tokens)
+        assert_same_logits(engine(ids).logits, expected(ids).logits)
+    engine.destroy()
+    assert_untouched(model, before)
+
+
+def test_residual_layers_without_their_type_keep_the_models_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "mixtral", RESIDUAL)
+    model = residual_model()
+    expected = reference(model)
+    engine = engine_of(model)
+    assert not paths_of(engine.plan, "residual_moe")
+    assert len(paths_of(engine.plan, "experts")) == 2
+    ids = token_ids(2, 9)
+    assert_same_logits(engine(ids).logits, expected(ids).logits)
+
+
+def test_residual_layers_that_compute_something_else_stay() -> None:
+    model = residual_model()
+    for layer in model.model.layers:
+        layer.mlp.shares = nn.Linear(64, 3).to(DEVICE)
+    policy = {type(model.model.layers[0]): RESIDUAL}
+    plan = trinfer.make_plan(model, dtype="fp32", injection_policy=policy, moe={"type": "residual"})
+    assert "shares is no plain Linear with two outputs" in why_kept(plan, "model.layers.0.mlp")

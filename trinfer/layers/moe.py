@@ -9,8 +9,9 @@ from trinfer.kernels.combine_experts import combine_experts
 from trinfer.kernels.grouped_gemv import MAX_PAIRS, grouped_gemv
 from trinfer.kernels.grouped_matmul import grouped_matmul
 from trinfer.kernels.routing import routing
+from trinfer.kernels.softmax import softmax
 from trinfer.kernels.sort_by_expert import sort_by_expert
-from trinfer.layers.linear import product
+from trinfer.layers.linear import product, segments
 from trinfer.layers.read import gate_and_up
 
 
@@ -59,6 +60,20 @@ def experts_forward(self: Any, hidden_states: Tensor, experts: Tensor, weights: 
     h = h if names.act else self._apply_gate(h)
     y = grouped_matmul(h, down, order, offsets, down_bias, scatter=True)
     return combine_experts(y, weights)
+
+
+def residual_moe_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """The two branches of a residual layer, weighted by the shares that a linear gives them."""
+    names = self._trinfer
+    router, experts, dense = (self.get_submodule(p) for p in (names.router, names.experts, names.dense))
+    x = hidden_states.flatten(0, -2)
+    _, weights, ids = router(x)
+    branches = dense(x), experts(x, ids, weights)
+    branches = branches if names.dense_first else branches[::-1]
+    shares = softmax(product(x, *segments(self, (names.coefficient,))))
+    # an entry of the pair (token, branch) a row
+    y = combine_experts(torch.stack(branches, 1).flatten(0, 1), shares.float())
+    return y.view(hidden_states.shape)
 
 
 def _stacked(owner: Any, weight: str, bias: str, transposed: bool) -> tuple[Any, Any]:

@@ -261,6 +261,17 @@ class Experts:
     transposed: bool
 
 
+@dataclass(frozen=True)
+class ResidualMoe:
+    """dense(x) · c₁ + experts(x) · c₂, c the softmax of a linear; `dense_first` says which share is whose."""
+
+    router: str
+    experts: str
+    dense: str
+    coefficient: str
+    dense_first: bool = True
+
+
 Record = (
     Linear
     | Norm
@@ -278,4 +289,5 @@ Record = (
     | Done
     | Router
     | Experts
+    | ResidualMoe
 )

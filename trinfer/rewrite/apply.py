@@ -44,6 +44,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "read_mlp": read.read_mlp_forward,
     "read_norm": read.read_norm_forward,
     "residual_attention": attention.residual_attention_forward,
+    "residual_moe": moe.residual_moe_forward,
     "residual_mlp": mlp.residual_mlp_forward,
     "rms_norm": norm.rms_norm_forward,
     "router": moe.router_forward,

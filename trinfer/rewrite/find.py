@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin
@@ -29,10 +30,10 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
     training = tuple(path for path, module in model.named_modules() if module.training)
     steps = list(_whole_model(model, config, backend, bool(training)))
     arch = _row(model)
-    rows = [arch, *(row for row in (config.injection_policy or {}).values() if isinstance(row, Arch))]
-    read_moe.check(model, config, any(row and row.dense_branch and row.coefficient for row in rows))
+    arch, policy = by_moe_type(arch, config)
+    read_moe.check(model, config, any(map(names_residual, (arch, *policy.values()))))
     if config.injection_policy is not None:
-        swaps, kept = read_policy(model, config.injection_policy, Probes(config.dtype, backend.device))
+        swaps, kept = read_policy(model, policy, Probes(config.dtype, backend.device))
         if config.enable_cuda_graph:
             swaps = _in_pieces(model, swaps, "a policy swaps parts of layers")
         entries = (*steps, *swaps), tuple(kept)
@@ -85,6 +86,24 @@ def _injected(
         training=training,
         decoder=None if isinstance(decoder, str) else decoder,
     )
+
+
+def names_residual(row: object) -> bool:
+    """True for a row that names the dense branch of a residual layer and the linear of the shares."""
+    return isinstance(row, Arch) and bool(row.dense_branch and row.coefficient)
+
+
+def by_moe_type(arch: Arch | None, config: InferenceConfig) -> tuple[Arch | None, dict[type, Any]]:
+    """The model's row and the policy; what a row says of residual layers counts only where they are asked."""
+
+    def asked(row: Any) -> Any:
+        is_plain = isinstance(row, Arch) and config.moe.type != "residual"
+        return replace(row, dense_branch="", coefficient="") if is_plain else row
+
+    policy = {kind: asked(row) for kind, row in (config.injection_policy or {}).items()}
+    if not config.moe.enabled:
+        policy = {k: replace(row, experts="") if isinstance(row, Arch) else row for k, row in policy.items()}
+    return asked(arch), policy
 
 
 def _former_attention(model: nn.Module, arch: Arch | None, swaps: list[Step]) -> str | None:
@@ -205,7 +224,13 @@ def _rest(
     model: nn.Module, arch: Arch | None, read: generic.Reading, taken: set[str]
 ) -> Iterator[tuple[str, match.Found | str]]:
     """What was read of the parts that no row names."""
-    return read.rest(model, taken) if arch is None or arch.experts else iter(())
+    if arch is not None and names_residual(arch):
+        for layer in _children(model, _join(_backbone(model, arch), arch.layers)):
+            if _find(model, f"{layer}.{arch.experts}") is not None:
+                path = f"{layer}.{arch.mlp}"
+                yield path, read_moe.read_residual(model.get_submodule(path), arch, read.probes)
+    if arch is None or arch.experts:
+        yield from read.rest(model, taken)
 
 
 def _named_by_row(model: nn.Module, arch: Arch) -> Iterator[tuple[str, nn.Module, match.Reader, str]]:

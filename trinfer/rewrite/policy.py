@@ -9,7 +9,7 @@ from torch import nn
 
 from trinfer.architectures import Arch
 from trinfer.layers import records
-from trinfer.rewrite import match, probe
+from trinfer.rewrite import match, probe, read_moe
 from trinfer.rewrite.match import Found
 from trinfer.rewrite.plan import Kept, Step
 from trinfer.rewrite.read_mlp import LINEARS
@@ -97,7 +97,8 @@ def _by_row(
     entries: dict[str, Found | str] = {}
     for path, layer in layers:
         entries |= {f"{path}.{name}": found for name, found in _parts(layer, arch, probes).items()}
-    named = {f"{path}.{name}" for path, _ in layers for name, _ in match.readers(arch)}
+    names = {arch.router, arch.experts, *(name for name, _ in match.readers(arch))}
+    named = {f"{path}.{name}" for path, _ in layers for name in names}
     if not any(isinstance(found, Found) for place, found in entries.items() if place in named):
         reasons = sorted({found for found in entries.values() if isinstance(found, str)})
         raise ValueError(
@@ -118,6 +119,11 @@ def _parts(layer: nn.Module, arch: Arch, probes: probe.Probes) -> dict[str, Foun
         entries[name] = _part(part, reader, probes)
         if reader.bypasses and isinstance(entries[name], Found):
             below = (*below, f"{name}.")
+    if arch.experts:
+        entries |= dict(read_moe.readings(layer, probes))
+    block = _find(layer, arch.mlp) if arch.dense_branch and arch.coefficient else None
+    if block is not None and _find(layer, arch.experts) is not None:
+        entries[arch.mlp] = read_moe.read_residual(block, arch, probes)
     for name, part in layer.named_modules():
         if not name or name.startswith(below) or isinstance(entries.get(name), Found):
             continue

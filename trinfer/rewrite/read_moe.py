@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trinfer.architectures import Arch
 from trinfer.config import InferenceConfig
 from trinfer.layers import records
 from trinfer.rewrite import match, probe
@@ -286,3 +287,27 @@ def _same_choice(ids: Tensor, weights: Tensor, own_weights: Tensor, own_ids: Ten
     chosen = [s.scatter(1, i.long(), 1.0) for s, i in zip(spread, (ids, own_ids), strict=True)]
     ours, theirs = spread
     return torch.equal(chosen[0] == 1, chosen[1] == 1) and torch.allclose(ours, theirs, 1e-4, 1e-6)
+
+
+def read_residual(block: nn.Module, arch: Arch, probes: probe.Probes) -> Found | str:
+    """A residual layer: a dense branch beside the experts, and a linear that gives each its share."""
+    inside = f"{arch.mlp}."
+    paths = (arch.router, arch.experts, arch.dense_branch, arch.coefficient)
+    names = [path.removeprefix(inside) for path in paths]
+    held = dict(block.named_modules())
+    missing = [path for path, name in zip(paths, names, strict=True) if name not in held]
+    if missing:
+        return f"has no {', '.join(missing)}, which the row names"
+    refusal = "has a forward of its own on the instance" if "forward" in block.__dict__ else ""
+    shares = held[names[3]]
+    if type(shares) is not nn.Linear or shares.out_features != 2:
+        refusal = refusal or f"{names[3]} is no plain Linear with two outputs"
+    text = "gemv | matmul, softmax, combine_experts around both branches"
+    for dense_first in () if refusal else (True, False):
+        record = records.ResidualMoe(names[0], names[1], names[2], names[3], dense_first)
+        found = Found(text, "residual_moe", record, "a residual layer of the row; tried out")
+        width = block.get_parameter(f"{names[3]}.weight").shape[1]
+        refusal = probes.refusal(block, found, (width,), (1.0, 0.1, 3.0))
+        if not refusal:
+            return found
+    return refusal
