@@ -318,7 +318,9 @@ def _default(key: _Key) -> Config:
         # than 32; on two Zen 5 cores, a SmolLM2 token's products: 128 are 1.03 to 1.1 times faster than 32
         share = key.N // (2 * torch.get_num_threads())
         rows = 128 if share >= 128 else 64 if share >= 64 else 32
-        return _config(1, rows, max(16, triton.next_power_of_2(key.K)), SPANS_K=True)
+        columns = max(16, triton.next_power_of_2(key.K))
+        # Triton takes no block of more than 2^20 entries
+        return _config(1, max(1, min(rows, 2**20 // columns)), columns, SPANS_K=True)
     # float32 rows that are normalised on the way take registers: with larger blocks they spill
     is_tight = key.has_norm and key.dtype == torch.float32
     if key.rows > 1:
