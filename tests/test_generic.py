@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -78,6 +79,23 @@ def test_an_unseen_architecture_is_rewritten() -> None:
     engine.destroy()
     assert_untouched(model, before)
     assert torch.equal(model(ids, attention_mask=mask).logits, logits)
+
+
+@pytest.mark.parametrize("name", ["odd", "opt", "phi3", "t5", "modernbert"])
+def test_kernels_do_the_multiply_adds_of_models_without_a_row(name: str) -> None:
+    model = odd_model() if name == "odd" else stranger(name)
+    expected = reference(model)
+    engine = engine_of(model)
+    inputs = {"input_ids": token_ids(2, 33)} if name == "odd" else inputs_of(name, 2, 33)
+    # a kernel's first launch may measure in torch
+    engine(**inputs)
+    counts = []
+    for called in (expected, engine):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            called(**inputs)
+        counts.append(counter.get_total_flops())
+    assert counts[0] > 0
+    assert counts[1] <= 0.05 * counts[0] or (name == "t5" and engine.plan.attention is None)
 
 
 def test_an_unseen_architecture_has_the_same_plan_on_meta() -> None:
