@@ -225,6 +225,11 @@ def kv_shape(config: Any) -> tuple[int, int, int] | None:
     return layers, num_kv_heads, getattr(text, "head_dim", None) or width // num_heads
 
 
+def is_known_code(module: nn.Module) -> bool:
+    """True if the forward of a module is torch's or transformers' own code."""
+    return type(module).forward.__module__.split(".")[0] in ("torch", "transformers")
+
+
 def has_user_hooks(model: nn.Module) -> bool:
     """True if a module below `model` has hooks other than those by which transformers collects outputs."""
     hooks = [

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trinfer.architectures import Arch
-from trinfer.compat import kernel_window
+from trinfer.compat import is_known_code, kernel_window
 from trinfer.layers import records
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -100,18 +100,22 @@ def plain(module: nn.Module) -> Found | str | None:
     """A torch module known by its exact class; None if it is not one."""
     if type(module) is Conv1D or _is_linear(module):
         record = records.Linear(transposed=type(module) is Conv1D)
-        return _weights(module) or Found("gemv | matmul", "linear", record, f"is a {type(module).__name__}")
+        return strange_weights(module) or Found(
+            "gemv | matmul", "linear", record, f"is a {type(module).__name__}"
+        )
     if type(module) is nn.LayerNorm:
         if len(module.normalized_shape) != 1:
             return f"normalises {len(module.normalized_shape)} dimensions, the kernel one"
         found = Found("layer_norm", "layer_norm", records.Norm("layer", module.eps), "is a LayerNorm")
-        return _weights(module) or found
+        return strange_weights(module) or found
     if type(module) is nn.Embedding:
         if module.max_norm is not None:
             return "max_norm changes the table while it is read"
-        return _weights(module) or Found("embedding", "embedding", records.Embedding(), "is an Embedding")
+        return strange_weights(module) or Found(
+            "embedding", "embedding", records.Embedding(), "is an Embedding"
+        )
     if type(module) is nn.Conv2d:
-        return _weights(module) or _patches(module)
+        return strange_weights(module) or _patches(module)
     act = activation_name(module)
     if act is None:
         return None
@@ -131,14 +135,14 @@ def activation_name(module: nn.Module) -> str | None:
     """The kernel's name of an activation module, None if it has none."""
     if type(module) is nn.GELU:
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    return ACTIVATIONS.get(type(module).__name__) if _is_known_code(module) else None
+    return ACTIVATIONS.get(type(module).__name__) if is_known_code(module) else None
 
 
 def obstacle(module: nn.Module, known: tuple[str, ...] = ()) -> str:
     """Why the forward of this module must not be replaced; empty if it may. `known`: classes to trust."""
     if "forward" in module.__dict__:
         return "has a forward of its own on the instance, which a swap would drop"
-    if not _is_known_code(module) and type(module).__name__ not in known:
+    if not is_known_code(module) and type(module).__name__ not in known:
         where = type(module).forward.__module__
         return f"its forward is defined in {where}, not in transformers, and may compute something else"
     return ""
@@ -167,21 +171,13 @@ def has(module: nn.Module, path: str) -> bool:
     return True
 
 
-def strange_weights(module: nn.Module) -> str:
-    """Why the kernels cannot read the parameters of this module itself; empty if they can."""
-    return _weights(module)
-
-
 def computes(module: nn.Module) -> bool:
     """False for leaves that hand their input on while a model is in eval mode."""
     return not isinstance(module, nn.Dropout | nn.Identity | nn.ModuleList | nn.ModuleDict)
 
 
-def _is_known_code(module: nn.Module) -> bool:
-    return type(module).forward.__module__.split(".")[0] in ("torch", "transformers")
-
-
-def _weights(module: nn.Module) -> str:
+def strange_weights(module: nn.Module) -> str:
+    """Why the kernels cannot read the parameters of this module itself; empty if they can."""
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
             return f"{name} is a {type(parameter.data).__name__}, not a plain tensor"
@@ -206,14 +202,14 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> str:
             return f"has no {name}"
         if type(child) is not Conv1D and not _is_linear(child):
             return f"{name} is a {type(child).__name__}, not a plain Linear"
-        if problem := _weights(child):
+        if problem := strange_weights(child):
             return f"{name}: {problem}"
     kinds = {type(getattr(module, name)) is Conv1D for name in names}
     return "" if len(kinds) == 1 else f"{', '.join(names)} are not all of one class"
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or (type(module).__name__ in LINEARS and _is_known_code(module))
+    return type(module) is nn.Linear or (type(module).__name__ in LINEARS and is_known_code(module))
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -238,7 +234,7 @@ def _norm(module: Any, arch: Arch) -> Found | str:
     if isinstance(found, str):
         return found
     name = f"{found.kind}_norm"
-    return _weights(module) or Found(name, name, found)
+    return strange_weights(module) or Found(name, name, found)
 
 
 def _norm_record(module: Any, arch: Arch) -> records.Norm | str:
@@ -297,7 +293,7 @@ def _dense_add_norm(module: Any, arch: Arch, dense: str, norm_name: str) -> Foun
     if type(norm) is not nn.LayerNorm or len(norm.normalized_shape) != 1:
         return f"{norm_name} is a {type(norm).__name__}, not a plain LayerNorm of one dimension"
     record = records.DenseAddNorm(dense, norm_name, norm.eps)
-    return _weights(norm) or Found("gemv | matmul with residual, layer_norm", "dense_add_norm", record)
+    return strange_weights(norm) or Found("gemv | matmul with residual, layer_norm", "dense_add_norm", record)
 
 
 def stated(module: nn.Module, given: Any) -> Any:
@@ -313,7 +309,8 @@ def _attention(module: Any, arch: Arch) -> Found | str:
         return "makes its rotary table itself"
     paths = (arch.query, arch.key, arch.value, arch.qkv, arch.out, arch.query_norm, arch.key_norm)
     query, key, value, qkv, out, query_norm, key_norm = (_inside(path, arch.attention) for path in paths)
-    linears, norms = _given(query, key, value, qkv, out), _given(query_norm, key_norm)
+    linears = tuple(filter(None, (query, key, value, qkv, out)))
+    norms = tuple(filter(None, (query_norm, key_norm)))
     refusal = _switched_on(module, arch) or _strangers(module, {*linears, *norms, arch.sinks})
     if refusal := refusal or _linears(module, linears):
         return refusal
@@ -344,10 +341,6 @@ def _attention(module: Any, arch: Arch) -> Found | str:
         **_flags(module, arch, head_dim, bool(norm)),
     )
     return Found(_attention_text(record), _attention_forward(arch), record)
-
-
-def _given(*names: str) -> tuple[str, ...]:
-    return tuple(filter(None, names))
 
 
 def _flags(module: Any, arch: Arch, head_dim: int, norms: bool) -> dict[str, Any]:
