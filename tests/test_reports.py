@@ -53,8 +53,7 @@ def test_u011_cache_outside_the_window_is_never_read(name: str) -> None:
     with torch.no_grad():
         engine(ids[:, :12], **{cache_key(): cache}, use_cache=True)
         for layer in cache.layers:
-            keys, values = layer._buffers
-            for buffer in (keys, values):
+            for buffer in (layer.buffers.keys, layer.buffers.values):
                 # the next token sees itself and the three before it
                 buffer[:, :, :9] = float("nan")
                 buffer[:, :, 12:] = float("nan")

@@ -192,6 +192,8 @@ def _parts(arch: Arch) -> list[str]:
 
 def _strange_parts(module: nn.Module, arch: Arch) -> str:
     """Parts that the row does not name, or names and the layer does not have."""
+    if arch.experts and match.has(module, arch.experts):
+        return "its MLP is a mixture of experts"
     names = _parts(arch)
     missing = [name for name in names if not match.has(module, name)]
     children = {name for name, child in module.named_children() if match.computes(child)}
