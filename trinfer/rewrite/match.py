@@ -383,9 +383,8 @@ def _outputs(linear: Any) -> int:
 
 
 def _window(module: nn.Module, arch: Arch, is_causal: bool) -> int | None:
-    if not arch.window or (
-        arch.window_where and getattr(module, arch.window_where[0]) != arch.window_where[1]
-    ):
+    where = arch.window_where
+    if not arch.window or (where and getattr(module, where[0]) != where[1]):
         return None
     return kernel_window(attrgetter(arch.window)(module), is_causal)
 
