@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trinfer.cpu.nest import Nest, is_zero, unit_stride_axis
+from trinfer.cpu.rows import rows_in_memory, rows_product
 from trinfer.cpu.scalar import NARROW_FLOATS, constant_of, int_literal, to_memory
 from trinfer.cpu.ttir import Op, Value
 
@@ -18,6 +19,12 @@ def _dot(emitter: Emitter, op: Op) -> None:
     rows, columns = shape[-2:]
     depth = (a.type.shape or ())[-1]
     elem = c.type.elem
+    zero = int(_starts_at_zero(c))
+    if elem == "f32" and (in_memory := rows_in_memory(emitter, a, b)) is not None:
+        left = emitter.materialize(a)
+        out = _accumulator(emitter, op, bool(zero), (left,))
+        rows_product(emitter, left, rows, b, in_memory, out, zero)
+        return
     if elem == "f32" and a.type.elem == b.type.elem == "bf16" and depth % 2 == 0:
         function, left, right = "t_dot_bf16", emitter.materialize(a), _paired_rows(emitter, b)
         emitter.uses_tiles = True
@@ -25,7 +32,6 @@ def _dot(emitter: Emitter, op: Op) -> None:
         function, left, right = "t_dot_f32", _f32_tile(emitter, a), _f32_tile(emitter, b)
     else:
         function, left, right = f"t_dot_{elem}", emitter.materialize(a), emitter.materialize(b)
-    zero = int(_starts_at_zero(c))
     out = _accumulator(emitter, op, bool(zero), (left, right))
     if len(shape) == 2:
         emitter.line(f"{function}({left}, {right}, {out}, {rows}, {columns}, {depth}, {zero});")
@@ -44,7 +50,7 @@ def _starts_at_zero(c: Value) -> bool:
     return constant is not None and (is_zero(c) if c.type.is_float else int_literal(constant) == 0)
 
 
-def _accumulator(emitter: Emitter, op: Op, starts_at_zero: bool, factors: tuple[str, str]) -> str:
+def _accumulator(emitter: Emitter, op: Op, starts_at_zero: bool, factors: tuple[str, ...]) -> str:
     """The array that holds c and becomes the result: c's own if nobody else reads it."""
     c, result = op.operands[2], op.results[0]
     if result.type.elem in NARROW_FLOATS:

@@ -198,3 +198,150 @@ T_INLINE void t_dot_bf16(const t_bf16* a16, const uint32_t* b, float* c, int row
     } } while (0)
 #define t_dot_f64 t_dot_any
 #define t_dot_i32 t_dot_any
+
+/* ---- few rows of a times the rows of w, which stay where they lie: c[i][j] = (zero ? 0 : c[i][j]) + sum a[i][k] w[j][k]
+
+   A block sums up to 16 products at once, each in a vector along k, and reads w in the order of memory. */
+
+/* the sums of sixteen vectors */
+T_INLINE t_vector t_sums(const t_vector* v) {
+#ifdef __AVX512F__
+#define T_PAIRS(N, TYPE, LOW, HIGH, FROM, TO) \
+  _Pragma("GCC unroll 8") for (int i = 0; i < N; i++) \
+    TO[i] = (__m512)LOW((TYPE)FROM[2 * i], (TYPE)FROM[2 * i + 1]) + (__m512)HIGH((TYPE)FROM[2 * i], (TYPE)FROM[2 * i + 1]);
+#define T_EVEN(A, B) _mm512_shuffle_f32x4(A, B, 0x88)
+#define T_ODD(A, B) _mm512_shuffle_f32x4(A, B, 0xdd)
+  __m512 x[8], y[4], z[2], sum[1];
+  T_PAIRS(8, __m512, _mm512_unpacklo_ps, _mm512_unpackhi_ps, v, x)
+  T_PAIRS(4, __m512d, _mm512_unpacklo_pd, _mm512_unpackhi_pd, x, y)
+  T_PAIRS(2, __m512, T_EVEN, T_ODD, y, z)
+  T_PAIRS(1, __m512, T_EVEN, T_ODD, z, sum)
+  return (t_vector)sum[0];
+#else
+  t_vector sums;
+  for (int i = 0; i < 16; i++) sums[i] = t_sum(v[i]);
+  return sums;
+#endif
+}
+
+/* a block needs a register a product, one a row of w and one more */
+#ifdef __AVX512F__
+#define T_ROWS_MOST 8
+#define T_ROWS_EACH(DO, NAME, ...) \
+  DO(NAME, 1, 4, __VA_ARGS__) DO(NAME, 2, 4, __VA_ARGS__) DO(NAME, 3, 4, __VA_ARGS__) DO(NAME, 4, 4, __VA_ARGS__) \
+  DO(NAME, 5, 3, __VA_ARGS__) DO(NAME, 6, 2, __VA_ARGS__) DO(NAME, 7, 2, __VA_ARGS__) DO(NAME, 8, 2, __VA_ARGS__)
+#else
+#define T_ROWS_MOST 4
+#define T_ROWS_EACH(DO, NAME, ...) \
+  DO(NAME, 1, 4, __VA_ARGS__) DO(NAME, 2, 2, __VA_ARGS__) DO(NAME, 3, 2, __VA_ARGS__) DO(NAME, 4, 2, __VA_ARGS__)
+#endif
+#define T_ROWS_BLOCK(NAME, TOKENS, ROWS, W, LANES, LOAD, STEP) \
+  T_CALL void NAME##_##TOKENS##x##ROWS(const t_vector* x, const W* w, long stride, int depth, float* c, long ldc, int share, int zero) { \
+    t_vector s[16]; \
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) s[i] = (t_vector){0}; \
+    for (int k = 0; k < depth / LANES; k++, x += TOKENS) { \
+      t_vector v[ROWS]; \
+      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) { \
+        const W* from = w + r * share * stride + (long)k * LANES; \
+        LOAD(v[r], from) \
+        __builtin_prefetch(from + stride); \
+      } \
+      T_ROWS_STEPS(TOKENS, ROWS, STEP) \
+    } \
+    if (depth % LANES) { \
+      t_vector v[ROWS]; \
+      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) { \
+        W rest[LANES] T_ALIGNED = {0}; \
+        memcpy(rest, w + r * share * stride + depth / LANES * LANES, depth % LANES * sizeof(W)); \
+        LOAD(v[r], rest) \
+      } \
+      T_ROWS_STEPS(TOKENS, ROWS, STEP) \
+    } \
+    const t_vector sums = t_sums(s); \
+    _Pragma("GCC unroll 16") for (int t = 0; t < TOKENS; t++) \
+      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) { \
+        float* sum = c + t * ldc + r * share; \
+        *sum = (zero ? 0 : *sum) + sums[t * ROWS + r]; \
+      } \
+  }
+#define T_ROWS_STEPS(TOKENS, ROWS, STEP) \
+  _Pragma("GCC unroll 8") for (int t = 0; t < TOKENS; t++) { \
+    const t_vector u = x[t]; \
+    _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) STEP(s[t * ROWS + r], u, v[r]) }
+
+/* `packed` takes the vectors of `tokens` rows of a, in the order in which a block reads them */
+#define T_ROWS_PRODUCT(NAME, W, LANES, LOAD, STEP) \
+  T_ROWS_EACH(T_ROWS_BLOCKS, NAME, W, LANES, LOAD, STEP) \
+  T_CALL void NAME##_pack(t_vector* packed, const W* a, long lda, int tokens, int depth) { \
+    for (int k = 0; k < depth; k += LANES) \
+      for (int t = 0; t < tokens; t++, packed++) { \
+        const int some = depth - k < LANES ? depth - k : LANES; \
+        W part[LANES] T_ALIGNED = {0}; \
+        if (some == LANES) { LOAD(*packed, (a + t * lda + k)) continue; } \
+        memcpy(part, a + t * lda + k, some * sizeof(W)); \
+        LOAD(*packed, part) \
+      } \
+  }
+#define T_ROWS_BLOCKS(NAME, TOKENS, ROWS, W, LANES, LOAD, STEP) \
+  T_ROWS_BLOCK(NAME, TOKENS, ROWS, W, LANES, LOAD, STEP) \
+  T_ROWS_BLOCK(NAME, TOKENS, 1, W, LANES, LOAD, STEP)
+/* m rows of a, n of w, k elements of each are there: what a mask leaves out counts as 0, even against infinity */
+#define T_ROWS_DOT(NAME, W) \
+  T_INLINE void NAME(const W* a, const W* w, long stride, float* c, int rows, int columns, int depth, \
+                     int m, int n, int k, int zero, t_vector* packed) { \
+    const int groups = (m + T_ROWS_MOST - 1) / T_ROWS_MOST, size = groups ? (m + groups - 1) / groups : 0; \
+    const long vectors = ((k - 1) / T_LANES_##NAME + 1) * size; \
+    if (zero && (m < rows || n < columns || k <= 0)) memset(c, 0, sizeof(float) * rows * columns); \
+    if (k <= 0) return; \
+    for (int g = 0; g < groups; g++) \
+      NAME##_pack(packed + g * vectors, a + (long)g * size * depth, depth, t_clip(m - g * size, 0, size), k); \
+    for (int g = 0; g < groups; g++) { \
+      const int tokens = t_clip(m - g * size, 0, size); \
+      const t_vector* x = packed + g * vectors; \
+      float* to = c + (long)g * size * columns; \
+      T_ROWS_EACH(T_ROWS_CASE, NAME, ) \
+    } \
+  }
+#define T_ROWS_CASE(NAME, TOKENS, ROWS, ...) \
+  if (rows >= TOKENS && tokens == TOKENS) { \
+    const int share = n / ROWS; \
+    for (int i = 0; i < share; i++) \
+      NAME##_##TOKENS##x##ROWS(x, w + i * stride, stride, k, to + i, columns, share, zero); \
+    for (int i = share * ROWS; i < n; i++) \
+      NAME##_##TOKENS##x1(x, w + i * stride, stride, k, to + i, columns, 0, zero); \
+  }
+
+#define T_LOAD_EACH(TO, FROM, CONVERT) { \
+    float each[16] T_ALIGNED; \
+    for (int l = 0; l < 16; l++) each[l] = CONVERT((FROM)[l]); \
+    TO = *(const t_vector*)each; }
+#define T_LOAD_FLOAT(TO, FROM) TO = *(const t_vector*)(FROM);
+#define T_STEP_FLOAT(SUM, X, Y) SUM += X * Y;
+#define T_LANES_t_rows_f32 16
+T_ROWS_PRODUCT(t_rows_f32, float, 16, T_LOAD_FLOAT, T_STEP_FLOAT)
+T_ROWS_DOT(t_rows_f32, float)
+
+#ifdef __AVX512F__
+#define T_LOAD_F16(TO, FROM) TO = (t_vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(FROM)));
+#else
+#define T_LOAD_F16(TO, FROM) T_LOAD_EACH(TO, FROM, t_f16_f32)
+#endif
+#define T_LANES_t_rows_f16 16
+T_ROWS_PRODUCT(t_rows_f16, t_f16, 16, T_LOAD_F16, T_STEP_FLOAT)
+T_ROWS_DOT(t_rows_f16, t_f16)
+
+#ifdef __AVX512BF16__
+#define T_LANES_t_rows_bf16 32
+#define T_STEP_PAIRS(SUM, X, Y) SUM = (t_vector)_mm512_dpbf16_ps((__m512)SUM, (__m512bh)X, (__m512bh)Y);
+T_ROWS_PRODUCT(t_rows_bf16, t_bf16, 32, T_LOAD_FLOAT, T_STEP_PAIRS)
+#else
+#define T_LANES_t_rows_bf16 16
+#ifdef __AVX512F__
+#define T_LOAD_BF16(TO, FROM) \
+  TO = (t_vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(FROM))), 16);
+#else
+#define T_LOAD_BF16(TO, FROM) T_LOAD_EACH(TO, FROM, t_bf16_f32)
+#endif
+T_ROWS_PRODUCT(t_rows_bf16, t_bf16, 16, T_LOAD_BF16, T_STEP_FLOAT)
+#endif
+T_ROWS_DOT(t_rows_bf16, t_bf16)

@@ -17,9 +17,9 @@ from trinfer.kernels.elements import (
     load_bias,
     pick_segment,
 )
-from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref, row_statistics
+from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref
 from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output
-from trinfer.kernels.row_elements import load_row, row_product, tile_product
+from trinfer.kernels.row_elements import load_rows, row_moments, row_product, tile_product, whole_rows
 
 MAX_ROWS = 16
 
@@ -91,28 +91,26 @@ def _gemv_kernel(
     offs_n = first + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     spans: tl.constexpr = SPANS_K and not IS_TRANSPOSED
-    if BLOCK_M == 1:
+    if BLOCK_M == 1 and not spans:
         for m in range(M):
             x_row = x_ptr + m * K
-            row, mean, rstd = load_row(x_row, nw_ptr, nb_ptr, K, eps, NORM, NORM_OFFSET, BLOCK_K, spans)
+            mean, rstd = row_moments(x_row, K, eps, NORM, BLOCK_K)
             # fmt: off
             y = row_product(
-                row, mean, rstd, x_row, nw_ptr, nb_ptr, w_ptr, rest, K, stride_wn, stride_wk,
-                NORM, NORM_OFFSET, IS_TRANSPOSED, BLOCK_N, BLOCK_K, spans,
+                mean, rstd, x_row, nw_ptr, nb_ptr, w_ptr, rest, K, stride_wn, stride_wk,
+                NORM, NORM_OFFSET, IS_TRANSPOSED, BLOCK_N, BLOCK_K,
             )
             if IS_GATED:
                 up = row_product(
-                    row, mean, rstd, x_row, nw_ptr, nb_ptr, w1_ptr + offset, rest, K, stride_wn, stride_wk,
-                    NORM, NORM_OFFSET, IS_TRANSPOSED, BLOCK_N, BLOCK_K, spans,
+                    mean, rstd, x_row, nw_ptr, nb_ptr, w1_ptr + offset, rest, K, stride_wn, stride_wk,
+                    NORM, NORM_OFFSET, IS_TRANSPOSED, BLOCK_N, BLOCK_K,
                 )
                 y += load_bias(b0_ptr, None, None, segment, offs_n, N)
                 y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, N))
             elif also_ptr is not None:
-                x_row = also_ptr + m * N1
-                row, mean, rstd = load_row(x_row, None, None, N1, 0.0, "none", 0.0, BLOCK_K, spans)
                 y += row_product(
-                    row, mean, rstd, x_row, None, None, u_ptr, rest, N1, stride_un, stride_uk,
-                    "none", 0.0, IS_TRANSPOSED, BLOCK_N, BLOCK_K, spans,
+                    0.0, 0.0, also_ptr + m * N1, None, None, u_ptr, rest, N1, stride_un, stride_uk,
+                    "none", 0.0, IS_TRANSPOSED, BLOCK_N, BLOCK_K,
                 )
                 # fmt: on
                 y += load_bias(b0_ptr, None, None, segment, offs_n, N)
@@ -126,26 +124,28 @@ def _gemv_kernel(
                 y += tl.load(residual_ptr + offs_y, mask=mask_n, other=0.0).to(tl.float32)
             tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask_n)
     else:
-        means = tl.zeros([BLOCK_M], dtype=tl.float32)
-        rstds = means
-        if NORM != "none":
-            means, rstds = row_statistics(x_ptr, M, K, eps, K, NORM, BLOCK_M, BLOCK_K)
         # fmt: off
+        rows, means, rstds = load_rows(
+            x_ptr, nw_ptr, nb_ptr, M, K, eps, NORM, NORM_OFFSET, BLOCK_M, BLOCK_K, spans
+        )
         y = tile_product(
-            means, rstds, x_ptr, nw_ptr, nb_ptr, w_ptr, M, rest, K, stride_wn, stride_wk,
-            NORM, NORM_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+            rows, means, rstds, x_ptr, nw_ptr, nb_ptr, w_ptr, M, rest, K, stride_wn, stride_wk,
+            NORM, NORM_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, spans,
         )
         if IS_GATED:
             up = tile_product(
-                means, rstds, x_ptr, nw_ptr, nb_ptr, w1_ptr + offset, M, rest, K, stride_wn, stride_wk,
-                NORM, NORM_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+                rows, means, rstds, x_ptr, nw_ptr, nb_ptr, w1_ptr + offset, M, rest, K, stride_wn, stride_wk,
+                NORM, NORM_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, spans,
             )
             y += load_bias(b0_ptr, None, None, segment, offs_n, N)[:, None]
             y = activate(y, ACT) * (up + load_bias(b1_ptr, None, None, segment, offs_n, N)[:, None])
         elif also_ptr is not None:
+            rows, means, rstds = load_rows(
+                also_ptr, None, None, M, N1, 0.0, "none", 0.0, BLOCK_M, BLOCK_K, spans
+            )
             y += tile_product(
-                means, rstds, also_ptr, None, None, u_ptr, M, rest, N1, stride_un, stride_uk,
-                "none", 0.0, BLOCK_M, BLOCK_N, BLOCK_K,
+                rows, means, rstds, also_ptr, None, None, u_ptr, M, rest, N1, stride_un, stride_uk,
+                "none", 0.0, BLOCK_M, BLOCK_N, BLOCK_K, spans,
             )
             # fmt: on
             y += load_bias(b0_ptr, None, None, segment, offs_n, N)[:, None]
@@ -305,22 +305,10 @@ def _default(key: _Key) -> Config:
     if backend.kind() != "gpu":
         # rows one by one walk the weight in the cache again; from here on a product of tiles is faster.
         # found on 2 cores with AVX-512 and AMX, 1536 x 576: 1.5x at 4 rows of bfloat16, even at 8 of float32
-        if key.rows > (8 if key.dtype == torch.float32 else 2) and not key.is_transposed:
-            if key.dtype == torch.float32:
-                return _config(16, 64, 64)
-            # timed on one Zen 5 core: 128 inputs a step are 1.02 to 1.1 times faster than 64. Each program
-            # normalises its rows anew: with half as many a gated product of 1536 is 1.1 times faster
-            return _config(16, 128 if key.has_norm and key.N >= 1024 else 64, 128)
         if key.is_transposed:
             return _config(1, 64, 16)
-        # whole rows, so that a mask past K costs nothing, and many of them a program, in streams that lie
-        # pages apart. found on a Xeon with AVX-512, 576 and 1536 columns: 8 rows are 1.1 to 1.4 times slower
-        # than 32; on two Zen 5 cores, a SmolLM2 token's products: 128 are 1.03 to 1.1 times faster than 32
-        share = key.N // (2 * torch.get_num_threads())
-        rows = 128 if share >= 128 else 64 if share >= 64 else 32
-        columns = max(16, triton.next_power_of_2(key.K))
-        # Triton takes no block of more than 2^20 entries
-        return _config(1, max(1, min(rows, 2**20 // columns)), columns, SPANS_K=True)
+        blocks = whole_rows(key.dtype, key.rows, key.N, key.K, key.has_norm)
+        return _config(*blocks, SPANS_K=True)
     # float32 rows that are normalised on the way take registers: with larger blocks they spill
     is_tight = key.has_norm and key.dtype == torch.float32
     if key.rows > 1:

@@ -11,9 +11,9 @@ from trinfer import backend
 from trinfer.autotune import Config, choose, tuned
 from trinfer.kernels.argmax_elements import argmax_memory, finish_argmax, rank
 from trinfer.kernels.elements import as_segments, linear_ref
-from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref, row_statistics
+from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref
 from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output_of
-from trinfer.kernels.row_elements import load_row, row_product, tile_product
+from trinfer.kernels.row_elements import load_rows, row_moments, row_product, tile_product, whole_rows
 
 MAX_ROWS = 16
 
@@ -86,10 +86,10 @@ def _lm_head_kernel(
     spans: tl.constexpr = SPANS_K and not IS_TRANSPOSED
     dtype: tl.constexpr = tl.float32 if IS_FLOAT32 else x_ptr.dtype.element_ty
     start = tl.program_id(0) * (BLOCKS * BLOCK_N)
-    if BLOCK_M == 1:
+    if BLOCK_M == 1 and not spans:
         for m in range(M):
             x_row = x_ptr + m * K
-            row, mean, rstd = load_row(x_row, nw_ptr, nb_ptr, K, eps, NORM, NORM_OFFSET, BLOCK_K, spans)
+            mean, rstd = row_moments(x_row, K, eps, NORM, BLOCK_K)
             best = tl.zeros([BLOCK_N], dtype=tl.int64)
             for i in range(BLOCKS):
                 first = start + i * BLOCK_N
@@ -97,8 +97,8 @@ def _lm_head_kernel(
                 w_block = w_ptr + first.to(tl.int64) * stride_wn
                 # fmt: off
                 y = row_product(
-                    row, mean, rstd, x_row, nw_ptr, nb_ptr, w_block, V - first, K, stride_wn, stride_wk,
-                    NORM, NORM_OFFSET, IS_TRANSPOSED, BLOCK_N, BLOCK_K, spans,
+                    mean, rstd, x_row, nw_ptr, nb_ptr, w_block, V - first, K, stride_wn, stride_wk,
+                    NORM, NORM_OFFSET, IS_TRANSPOSED, BLOCK_N, BLOCK_K,
                 )
                 # fmt: on
                 offs_y = m * V + offs_n
@@ -107,10 +107,11 @@ def _lm_head_kernel(
             tl.atomic_max(scratch_ptr + m, tl.max(best, 0), sem="relaxed")
     else:
         offs_m = tl.arange(0, BLOCK_M)
-        means = tl.zeros([BLOCK_M], dtype=tl.float32)
-        rstds = means
-        if NORM != "none":
-            means, rstds = row_statistics(x_ptr, M, K, eps, K, NORM, BLOCK_M, BLOCK_K)
+        # fmt: off
+        rows, means, rstds = load_rows(
+            x_ptr, nw_ptr, nb_ptr, M, K, eps, NORM, NORM_OFFSET, BLOCK_M, BLOCK_K, spans
+        )
+        # fmt: on
         best = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int64)
         for i in range(BLOCKS):
             first = start + i * BLOCK_N
@@ -118,8 +119,8 @@ def _lm_head_kernel(
             w_block = w_ptr + first.to(tl.int64) * stride_wn
             # fmt: off
             y = tile_product(
-                means, rstds, x_ptr, nw_ptr, nb_ptr, w_block, M, V - first, K, stride_wn, stride_wk,
-                NORM, NORM_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+                rows, means, rstds, x_ptr, nw_ptr, nb_ptr, w_block, M, V - first, K, stride_wn, stride_wk,
+                NORM, NORM_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, spans,
             )
             # fmt: on
             offs_y = offs_m[None, :] * V + offs_n
@@ -233,12 +234,10 @@ def lm_head_ref(
 
 def _default(key: _Key) -> Config:
     if backend.kind() != "gpu":
-        # as gemv, whose reading order this is
-        if key.rows > (8 if key.dtype == torch.float32 else 2) and not key.is_transposed:
-            return _config(16, 64, 64 if key.dtype == torch.float32 else 128)
         if key.is_transposed:
             return _config(1, 64, 16)
-        return _config(1, 64 if key.has_norm else 32, max(16, triton.next_power_of_2(key.K)), SPANS_K=True)
+        blocks = whole_rows(key.dtype, key.rows, key.V, key.K, key.has_norm)
+        return _config(*blocks, SPANS_K=True)
     if key.rows > 1:
         # float32 rows that are normalised on the way take registers: with larger blocks they spill
         is_tight = key.has_norm and key.dtype == torch.float32
