@@ -19,7 +19,14 @@ from trinfer.kernels.elements import (
 )
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref
 from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output
-from trinfer.kernels.row_elements import load_rows, row_moments, row_product, tile_product, whole_rows
+from trinfer.kernels.row_elements import (
+    hold_rows,
+    load_rows,
+    row_moments,
+    row_product,
+    tile_product,
+    whole_rows,
+)
 
 MAX_ROWS = 16
 
@@ -222,7 +229,8 @@ def gemv(
     # a product of two inputs costs what one of both together would
     columns = K if also is None else K + also[0].shape[-1]
     key = _Key(x.dtype, next_power_of_2(M), sizes[0], columns, is_transposed, gated, norm is not None)
-    config, (segments, sizes, strides) = choose(OP, key), _as_arguments(weights, biases, sizes, also)
+    config = hold_rows(choose(OP, key), M)
+    segments, sizes, strides = _as_arguments(weights, biases, sizes, also)
     pointers = (*norm_tensors[:2], *segments, residual, y)
     scalars = (M, *sizes, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale)
     launched("gemv", x, *pointers)

@@ -13,7 +13,14 @@ from trinfer.kernels.argmax_elements import argmax_memory, finish_argmax, rank
 from trinfer.kernels.elements import as_segments, linear_ref
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref
 from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output_of
-from trinfer.kernels.row_elements import load_rows, row_moments, row_product, tile_product, whole_rows
+from trinfer.kernels.row_elements import (
+    hold_rows,
+    load_rows,
+    row_moments,
+    row_product,
+    tile_product,
+    whole_rows,
+)
 
 MAX_ROWS = 16
 
@@ -185,7 +192,7 @@ def lm_head(
         return logits, tokens
     is_transposed = weight.stride(0) == 1 and weight.stride(1) != 1
     key = _Key(x.dtype, next_power_of_2(M), V, K, is_transposed, norm is not None)
-    config = choose(OP, key)
+    config = hold_rows(choose(OP, key), M)
     pointers = (x.contiguous(), *norm_tensors[:2], weight, bias, logits, scratch, tokens)
     scalars = (M, V, K, *weight.stride(), norm_tensors[2], scale, softcap)
     launched("lm_head", *pointers)

@@ -4,8 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
+from trinfer.autotune import Config
 from trinfer.kernels.elements import dot
 from trinfer.kernels.norm_elements import normalise, row_statistics
+from trinfer.kernels.op import next_power_of_2
 
 
 def whole_rows(dtype: torch.dtype, M: int, N: int, K: int, has_norm: bool) -> tuple[int, int, int]:
@@ -23,6 +25,13 @@ def whole_rows(dtype: torch.dtype, M: int, N: int, K: int, has_norm: bool) -> tu
     # rows that are not there cost little; few kinds of blocks are few compilations
     block = 1 if M == 1 else 4 if M <= 4 else 16
     return block, max(16, min(most, 1 << max(5, share.bit_length() - 1))), columns
+
+
+def hold_rows(config: Config, M: int) -> Config:
+    """The configuration with a block for all M rows: only rows one by one, without SPANS_K, are a loop."""
+    if not config["SPANS_K"] or config["BLOCK_M"] >= M:
+        return config
+    return {**config, "BLOCK_M": next_power_of_2(M)}
 
 
 @triton.jit
