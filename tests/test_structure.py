@@ -398,6 +398,7 @@ def test_op_file_is_complete(op: str) -> None:
     parts = {
         f"kernel _{op}_kernel under @triton.jit": f"_{op}_kernel" in kernels,
         f"launcher {op}": op in defined,
+        f"launcher {op} under @tuned": op in defined and "tuned" in decorators(defined[op]),
         f"reference {op}_ref": f"{op}_ref" in defined,
         "record OP = Op(...) as its last statement": assigned(module.tree.body[-1]) == {"OP"},
         f"line in trinfer/kernels/__init__.py for {op}": f"trinfer.kernels.{op}" in exported,
@@ -408,6 +409,10 @@ def test_op_file_is_complete(op: str) -> None:
         ours, truth = (signature(defined[name]) for name in (op, f"{op}_ref"))
         violations += [f"{module.path}: {op} takes {ours}, its reference {truth}"] if ours != truth else []
     none(violations)
+
+
+def decorators(f: Function) -> set[str]:
+    return {name for decorator in f.node.decorator_list for name in names_in(decorator)}
 
 
 def assigned(statement: ast.stmt) -> set[str]:

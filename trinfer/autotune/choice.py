@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from trinfer.autotune import lookup
 from trinfer.autotune.records import Call, Config, Tunable
+from trinfer.autotune.rows import settle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +45,7 @@ def analytic(op: Tunable, key: Hashable) -> Config:
 
 @functools.cache
 def _found(op: Tunable, key: Hashable) -> Config:
+    settle(op)
     row = None if (op, key) in _set_aside else lookup.find(op, key)
     return analytic(op, key) if row is None else row["config"]
 

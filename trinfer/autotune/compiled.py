@@ -7,6 +7,7 @@ from typing import Any
 from trinfer import backend
 from trinfer.autotune.choice import analytic, pin, suspended
 from trinfer.autotune.records import Config, Tunable
+from trinfer.autotune.rows import settle
 from trinfer.backend.targets import Facts, Target, caught, compile_launches
 
 
@@ -26,6 +27,7 @@ def as_if_on(target: Target) -> Iterator[None]:
 
 def compile_op(op: Tunable, arguments: dict[str, Any], config: Config | None, target: Target) -> list[Facts]:
     """Compile the launch of `op` with meta tensors `arguments`; `config` overrides the default."""
+    settle(op)
     with as_if_on(target), pin(op, config or {}), caught() as launches:
         op.launcher(**arguments)
     return compile_launches(launches, target)

@@ -25,8 +25,8 @@ TOLERANCE = {
 # arguments that hold no result: what lies there after a launch depends on the configuration
 SCRATCH = {"scratch"}
 # weights come from memory, not from the cache of the launch before: copies of the arguments take turns
-ROTATED_BYTES = 64 << 20
-MOST_COPIES = 16
+ROTATED_BYTES = 128 << 20
+MOST_COPIES = 32
 SAMPLE_S, MOST_REPEATS = 0.004, 400
 
 

@@ -10,7 +10,7 @@ from trinfer.autotune.devices import Device, named
 from trinfer.autotune.measure import named as arguments_of
 from trinfer.autotune.model import Work, dtype_of, predicted_us, ranked, roofline_us, with_facts, work_of
 from trinfer.autotune.records import Call, Config
-from trinfer.autotune.rows import candidates, key_text
+from trinfer.autotune.rows import candidates, key_text, settle
 from trinfer.backend.targets import TARGETS, Facts, caught, compile_launches
 
 
@@ -44,6 +44,7 @@ def launches_on(target: str) -> Iterator[None]:
 def estimate(call: Call, config: Config, target: str) -> Estimate:
     """Compile a call in one configuration for `target` and predict its time from the exact resources."""
     device = constants(target)
+    settle(call.op)
     with as_if_on(TARGETS[target]):
         with pin(call.op, config), caught() as launches:
             call.op.launcher(*call.args, **call.kwargs)

@@ -138,6 +138,25 @@ def source_hash(op: Tunable) -> str:
     return digest.hexdigest()[:8]
 
 
+@functools.cache
+def settle(op: Tunable) -> None:
+    """Give every function that a kernel of `op` calls its cache key before the kernel gets its own.
+
+    Triton puts the constants of a called function into a kernel's key only if that function has its own by
+    then: without this, keys depend on what a process launches first, and the next process compiles anew.
+    """
+    home = sys.modules[op.launcher.__module__]
+    package = home.__name__.rpartition(".")[0]
+    modules = [
+        (len(_reached(module, package)), module.__name__, module) for module in _reached(home, package)
+    ]
+    # whoever uses others reaches more files than they do; in a file, what is called stands first
+    for _, _, module in sorted(modules, key=lambda entry: entry[:2]):
+        for value in vars(module).values():
+            if getattr(value, "__module__", None) == module.__name__:
+                getattr(value, "cache_key", None)
+
+
 def _reached(home: ModuleType, package: str) -> set[ModuleType]:
     """`home` and every module of `package` whose names it uses, directly or through others."""
     reached, waiting = set[ModuleType](), [home]
