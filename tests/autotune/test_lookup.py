@@ -83,24 +83,6 @@ def test_u096_keys_and_hashes_are_the_same_in_every_process(tmp_path):
     assert first == second != ""
 
 
-def test_a_kernel_has_one_cache_key_whatever_a_process_launched_first(tmp_path):
-    script = tmp_path / "keys.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from trinfer.kernels import gemv as g, matmul as m\n"
-        "from trinfer.kernels.gemv import _gemv_kernel\n"
-        "x, w = torch.ones(1, 32), torch.ones(16, 32)\n"
-        "for launch in ((m, g) if sys.argv[1:] else (g, m)):\n"
-        "    launch(x, w)\n"
-        "print(_gemv_kernel.cache_key)\n"
-    )
-    other = tmp_path / "other.py"
-    other.write_text("import sys\nsys.argv.append('matmul first')\n" + script.read_text())
-    running = [processes.start(path) for path in (script, other)]
-    first, second = map(processes.finish, running)
-    assert first == second != ""
-
-
 def test_u096_the_source_hash_covers_the_files_an_op_takes_functions_from(monkeypatch):
     home = sys.modules[OP.launcher.__module__]
     names = {module.__name__.rpartition(".")[2] for module in rows._reached(home, "trinfer.kernels")}
