@@ -234,9 +234,9 @@ def gemv(
     pointers = (*norm_tensors[:2], *segments, residual, y)
     scalars = (M, *sizes, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale)
     launched("gemv", x, *pointers)
-    _gemv_kernel[(sum([-(-n // config["BLOCK_N"]) for n in outputs]),)](
-        x.contiguous(), *pointers, *scalars, *norm_constants, act, gated, is_transposed, **config
-    )
+    flags = (*norm_constants, act, gated, is_transposed)
+    grid = (sum([-(-n // config["BLOCK_N"]) for n in outputs]),)
+    _gemv_kernel[grid](x.contiguous(), *pointers, *scalars, *flags, **config)
     return y
 
 
