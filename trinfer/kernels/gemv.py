@@ -232,11 +232,10 @@ def gemv(
     config = hold_rows(choose(OP, key), M)
     segments, sizes, strides = _as_arguments(weights, biases, sizes, also)
     pointers = (*norm_tensors[:2], *segments, residual, y)
-    scalars = (M, *sizes, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale)
+    scalars = (M, *sizes, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale, *norm_constants)
     launched("gemv", x, *pointers)
-    flags = (*norm_constants, act, gated, is_transposed)
     grid = (sum([-(-n // config["BLOCK_N"]) for n in outputs]),)
-    _gemv_kernel[grid](x.contiguous(), *pointers, *scalars, *flags, **config)
+    _gemv_kernel[grid](x.contiguous(), *pointers, *scalars, act, gated, is_transposed, **config)
     return y
 
 
