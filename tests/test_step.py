@@ -36,6 +36,7 @@ LAUNCHES = {
     "starcoder2": 5,
     "stablelm": 5,
     "nemotron": 5,
+    "internlm3": 5,
     "gpt2": 5,
     "gptneo": 5,
     "bigcode": 5,
@@ -63,14 +64,28 @@ LAUNCHES = {
     "olmo2": 9,
 }
 # decoders whose step the model's own forward runs, and why
+PARTS = "its layers run part by part"
 STAYS = {
     "opt": "OPTDecoder has project_out, project_in, unknown to the row",
     "phi_normed": "the norms of its queries and keys are layer norms",
     "persimmon": "the norms of its queries and keys are layer norms",
-    "cohere_normed": "its layers run part by part",
-    "stablelm_normed": "its layers run part by part",
-    "bloom_post": "its layers run part by part",
+    "cohere_normed": PARTS,
+    "stablelm_normed": PARTS,
+    "bloom_post": PARTS,
     "bert_decoder": "BertLMHeadModel has cls, unknown to the row",
+    # experts, and latents in the cache, are parts of their own
+    "mixtral": PARTS,
+    "olmoe": PARTS,
+    "olmoe_clipped": PARTS,
+    "qwen2_moe": PARTS,
+    "qwen2_moe_sw": PARTS,
+    "qwen2_moe_dense": "model.layers.1 runs part by part",
+    "qwen3_moe": PARTS,
+    "qwen3_moe_normed": PARTS,
+    "gpt_oss": PARTS,
+    "deepseek_v2": PARTS,
+    "deepseek_v2_groups": PARTS,
+    "deepseek_v3": PARTS,
     "megatron_bert_decoder": "MegatronBertForCausalLM has cls, unknown to the row",
 }
 # around the layers: what passes from step to step, the embedding, the head with final norm and choice
@@ -168,7 +183,7 @@ def test_the_plan_says_why_the_models_own_forward_runs_the_step(name: str) -> No
     model = make(name)
     expected = reference(model)
     engine = engine_of(model)
-    assert engine.plan.step.startswith(f"model.forward; {STAYS[name]}")
+    assert engine.plan.step.startswith(f"model.forward, as {STAYS[name]}")
     ids = token_ids(1, 5)
     assert torch.equal(greedy(engine, ids), greedy(expected, ids))
 
