@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models import ZOO, engine_of, left_padded, make, reference, token_ids
 from tests.test_layers import HARMLESS
 from trinfer import ARCHITECTURES, backend
+from trinfer.compat import cache_key
 from trinfer.kernels import count_launches
 
 pytestmark = pytest.mark.skipif(backend.kind() == "reference", reason="a step is made of launches")
@@ -88,6 +89,14 @@ STAYS = {
     "deepseek_v3": PARTS,
     "megatron_bert_decoder": "MegatronBertForCausalLM has cls, unknown to the row",
 }
+if cache_key() != "cache":
+    # up to 5.17 their rotary table is a buffer of each attention module
+    for without_module in ("gptj", "codegen"):
+        del LAUNCHES[without_module]
+        STAYS[without_module] = "its rotary table is no module of its own"
+    # and these models are not in the zoo
+    LAUNCHES = {name: count for name, count in LAUNCHES.items() if name in ZOO}
+    STAYS = {name: why for name, why in STAYS.items() if name in ZOO}
 # around the layers: what passes from step to step, the embedding, the head with final norm and choice
 AROUND = 3
 # models of the zoo whose step is launches, and configurations that change what those do
@@ -218,7 +227,7 @@ def test_a_position_table_ends_where_it_ends_in_transformers() -> None:
             greedy(generate, ids, 6)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "olmo2", "codegen", "bloom"])
+@pytest.mark.parametrize("name", [name for name in ("gpt2", "olmo2", "codegen", "bloom") if name in LAUNCHES])
 def test_prompts_of_more_rows_than_a_gemv_takes(name: str) -> None:
     model = make(name)
     expected = reference(model)
@@ -227,7 +236,7 @@ def test_prompts_of_more_rows_than_a_gemv_takes(name: str) -> None:
     assert torch.equal(greedy(engine, ids), greedy(expected, ids))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "codegen", "olmo2"])
+@pytest.mark.parametrize("name", [name for name in ("llama", "gpt2", "codegen", "olmo2") if name in LAUNCHES])
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_no_torch_operation_and_no_host_read_in_a_step(is_recorded: bool, name: str) -> None:
     engine = engine_of(make(name), enable_cuda_graph=is_recorded)

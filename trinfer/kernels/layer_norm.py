@@ -81,7 +81,7 @@ def layer_norm(
         bias: [N], or None for 0.
         eps: added inside the root.
         residual: like x; then h = x + residual, rounded to x.dtype, is what is normalised.
-        weight_offset: 1.0 for models that store weight - 1 (Nemotron).
+        weight_offset: 1.0 for models that store weight - 1 (Nemotron); of a weight that is there.
         add: like x; added to the norm, which is rounded to x.dtype first.
         out: like x, rows contiguous at any distance, takes y; may be x, residual or add itself.
 
