@@ -96,7 +96,8 @@ def draw(points: Sequence[tuple[str, Estimate]], target: str, dtype: str, path: 
     axes.plot([0.05, ridge, 20 * ridge], [0.05 * read / 1e3, peak, peak], color="black", linewidth=1.5)
     axes.annotate(f"{read:.0f} GB/s", (0.06, 0.06 * read / 1e3 * 1.5), rotation=36, fontsize=9)
     axes.annotate(f"{peak:.0f} TFLOP/s", (2 * ridge, peak * 1.15), fontsize=9)
-    marks, colors = "osD^vPX*<>", pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    marks, palette = "osD^vPX*<>", pyplot.get_cmap("tab20")
+    colors = [palette(number) for number in range(20)]
     names = sorted({found.call.op.name for _, found in points})
     for number, name in enumerate(names):
         mine = [(model, _place(found)) for model, found in points if found.call.op.name == name]
