@@ -19,6 +19,7 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +83,56 @@ def step_bytes(model: Any, batch: int, tokens: int) -> int:
     return weights * size + bytes_per_token(batch, (layers, num_kv_heads, head_dim), size) * tokens
 
 
+class Peer:
+    """Another engine on the same model, in a process and a Python of its own: `bench/peer.py`.
+
+    Raises:
+        SystemExit: that Python cannot run it.
+    """
+
+    def __init__(self, name: str, python: str, folder: str, dtype: str) -> None:
+        self.name = name
+        command = [python, str(HERE / "peer.py"), name, folder, dtype]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        if self.process.stdout.readline() != "ready\n":
+            reason = self.process.stderr.read().strip().splitlines() or ["it said nothing"]
+            raise SystemExit(f"peer {name} does not run in {python}: {reason[-1]}")
+
+    def measure(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        """Prefill in ms, decoding in tokens per second."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"ids": ids.tolist(), "new_tokens": new_tokens}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        return answer["prefill_ms"], answer["tokens_per_s"]
+
+    def end(self) -> None:
+        """Stop the process."""
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def peers_of(wanted: list[str], model: Any) -> Iterator[list[Peer]]:
+    """The peers NAME=PYTHON, on a copy of `model` on disk, while the block runs."""
+    peers: list[Peer] = []
+    with tempfile.TemporaryDirectory() as folder:
+        if wanted:
+            model.save_pretrained(folder)
+        try:
+            for entry in wanted:
+                name, _, python = entry.partition("=")
+                dtype = str(model.dtype).removeprefix("torch.")
+                peers.append(Peer(name, python or sys.executable, folder, dtype))
+            yield peers
+        finally:
+            for peer in peers:
+                peer.end()
+
+
 @contextmanager
 def competing(processes: int) -> Iterator[None]:
     """Processes that keep a core busy each, while the block runs."""
@@ -124,12 +175,19 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     agreement = agree(eager, engine, text, tokens, expected)
     runs: dict[str, list[tuple[float, float]]] = {"transformers": [], "trinfer": []}
     probes = []
-    with competing(args.competitors):
+    with peers_of(args.peers, eager) as peers, competing(args.competitors):
+        sides: dict[str, Any] = {"transformers": eager, "trinfer": engine}
+        sides |= {peer.name: peer for peer in peers}
+        for peer in peers:
+            peer.measure(ids, args.new_tokens)
         for repeat in range(args.repeats):
-            for name, model in (("transformers", eager), ("trinfer", engine)):
-                _, prefill_ms, rate = measure(model, ids, args.new_tokens)
-                runs[name].append((prefill_ms, rate))
-                print(f"run {repeat + 1}  {name:12}  prefill {prefill_ms:7.1f} ms  {rate:7.2f} tokens/s")
+            for name, side in sides.items():
+                is_peer = isinstance(side, Peer)
+                found = (
+                    side.measure(ids, args.new_tokens) if is_peer else measure(side, ids, args.new_tokens)[1:]
+                )
+                runs.setdefault(name, []).append(found)
+                print(f"run {repeat + 1}  {name:22}  prefill {found[0]:7.1f} ms  {found[1]:7.2f} tokens/s")
             probes.append(backend.read_gbps(engine.device))
     tokens = args.prompt_tokens + args.new_tokens // 2
     return row(args, runs, probes, step_bytes(engine, args.batch, tokens)) | agreement
@@ -256,6 +314,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--competitors", type=int, default=0, help="processes that keep a core busy")
+    parser.add_argument(
+        "--peers", nargs="*", default=[], metavar="NAME[=PYTHON]",
+        help="engines of bench/peer.py that join the run, each in the Python that has it",
+    )  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -264,8 +326,8 @@ def main() -> None:
     facts = machine(backend.default_device())
     print("  ".join(f"{key}: {value}" for key, value in facts.items()))
     result = compare(args)
-    for name in ("transformers", "trinfer"):
-        print(f"{name:12}  " + "  ".join(f"{key} {value}" for key, value in result[name].items()))
+    for name in ("transformers", "trinfer", *(peer.partition("=")[0] for peer in args.peers)):
+        print(f"{name:22}  " + "  ".join(f"{key} {value}" for key, value in result[name].items()))
     print(
         f"equal tokens: {result['equal_tokens']} of {args.new_tokens}"
         + (f", perplexity within {result['perplexity_difference']:.2%}" if args.dtype != "fp32" else "")

@@ -26,7 +26,7 @@ needs_kernels = pytest.mark.skipif(backend.kind() == "reference", reason="no ker
 def args(tmp_path: Path) -> argparse.Namespace:
     model = str(tiny_gguf(tmp_path))
     sizes = {"batch": 2, "prompt_tokens": 8, "new_tokens": 4, "repeats": 2, "competitors": 1}
-    return argparse.Namespace(model=model, dtype="fp32", **sizes)
+    return argparse.Namespace(model=model, dtype="fp32", peers=[], **sizes)
 
 
 @needs_kernels
@@ -43,6 +43,21 @@ def test_result_names_both_sides_their_ratio_and_the_machine(
     assert row["tokens_per_s_ratio"] == pytest.approx(ratio, abs=1e-3)
     assert row["date"] and {"device", "threads", "torch", "triton", "transformers"} <= row["machine"].keys()
     assert path.with_name(f"{path.stem}_generate.png").stat().st_size > 1000
+
+
+@needs_kernels
+def test_a_peer_joins_the_run_from_a_process_of_its_own(args: argparse.Namespace) -> None:
+    args.peers, args.competitors = ["transformers-sdpa"], 0
+    row = generate.compare(args)
+    assert row["transformers-sdpa"]["tokens_per_s"] > 0
+    assert {"prefill_ms", "tokens_per_s", "share_of_read"} <= row["transformers-sdpa"].keys()
+
+
+@needs_kernels
+def test_a_peer_that_is_not_installed_is_named(args: argparse.Namespace) -> None:
+    args.peers = ["no-such-engine"]
+    with pytest.raises(SystemExit, match="peer no-such-engine does not run in .*KeyError"):
+        generate.compare(args)
 
 
 def test_u112_different_tokens_give_no_ratio(
