@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +183,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             peer.measure(ids, args.new_tokens)
         for repeat in range(args.repeats):
             for name, side in sides.items():
-                is_peer = isinstance(side, Peer)
-                found = (
-                    side.measure(ids, args.new_tokens) if is_peer else measure(side, ids, args.new_tokens)[1:]
-                )
+                run = side.measure if isinstance(side, Peer) else partial(measure, side)
+                found = run(ids, args.new_tokens)[-2:]
                 runs.setdefault(name, []).append(found)
                 print(f"run {repeat + 1}  {name:22}  prefill {found[0]:7.1f} ms  {found[1]:7.2f} tokens/s")
             probes.append(backend.read_gbps(engine.device))

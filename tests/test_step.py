@@ -319,6 +319,23 @@ def test_u087_a_recording_made_at_one_length_serves_all() -> None:
     assert len(graphs) == 1
 
 
+def test_a_prompt_of_a_shape_that_came_before_is_replayed() -> None:
+    model = make("llama")
+    expected = reference(model)
+    engine = engine_of(model, enable_cuda_graph=True)
+    prefills = []
+    for seed in range(4):
+        ids = token_ids(2, 12, seed=seed)
+        with count_launches() as launches:
+            tokens = greedy(engine, ids, 3)
+        assert torch.equal(tokens, greedy(expected, ids, 3))
+        prefills.append(launches["attention"])
+    # launched, recorded, replayed
+    assert prefills == [2, 2, 0, 0]
+    longer = token_ids(2, 13)
+    assert torch.equal(greedy(engine, longer, 3), greedy(expected, longer, 3))
+
+
 def test_u088_what_a_call_returned_stays_as_it_was() -> None:
     engine = engine_of(make("llama"), enable_cuda_graph=True)
     options = {"return_dict_in_generate": True, "output_logits": True}
