@@ -44,6 +44,7 @@ class Prologue(NamedTuple):
 @triton.jit
 def head_offsets(head, stride_h, stride_o, RUN: tl.constexpr):
     """Where heads lie that come evenly, or in runs of RUN."""
+    head = head.to(tl.int64)
     if RUN is None:
         offset = head * stride_h
     else:
