@@ -46,8 +46,9 @@ def assert_same_logits(
     assert bool((actual.argmax(-1) == expected.argmax(-1))[clear].all())
 
 
-# bfloat16 chooses between experts that are almost as good, and no bound holds: see tests/test_moe.py
-BOUNDED = [(n, dtype) for n in WITH_ROW for dtype in LOGIT_BOUND if n not in MOE or dtype != torch.bfloat16]
+# 16 bits choose between experts that are almost as good, in transformers as here, and no bound holds: a flip
+# costs 0.04 of the logits where the median error is 0.001. tests/test_moe.py compares with transformers' own
+BOUNDED = [(n, dtype) for n in WITH_ROW for dtype in LOGIT_BOUND if n not in MOE or dtype == torch.float32]
 
 
 @pytest.mark.parametrize(("name", "dtype"), BOUNDED, ids=str)
