@@ -214,7 +214,7 @@ def decode_attention(
     """
     options = (window, kv_range, bias, alibi, softcap, sinks)
     given = (q, k, v, sm_scale, options, new, prologue, out)
-    (q, q_run, stride_qo), (new, x_run, stride_xo) = as_heads(q), new_heads(new)
+    (q, q_run, stride_qo, q_runs), (new, x_run, stride_xo, x_runs) = as_heads(q), new_heads(new)
     check_attention(q, k, v, *options)
     check_new_token(q, k, v, bias, new, prologue, out)
     if not backend.runs_triton(q):
@@ -225,14 +225,14 @@ def decode_attention(
         return o
     q, k, v, bias = unit_stride(q), unit_stride(k), unit_stride(v), as_bias(bias, (B, H, 1, N))
     kv_range = kv_range if kv_range is None else kv_range.contiguous()
-    config, (x, y) = choose(OP, _Key(q.dtype, H // G, D, DV, B * G)), new or (None, None)
+    config, x = choose(OP, _Key(q.dtype, H // G, D, DV, B * G)), None if new is None else new[0]
     memory = as_scratch(scratch, B, H, DV, config["SPLITS"], q)
-    tensors = (q, k, v, bias, kv_range, alibi, sinks, x, y, *prologue.tables, o, *memory)
+    tensors = (q if q_runs is None else q_runs, k, v, bias, kv_range, alibi, sinks, *x_runs)
     strides = (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 2), *strides_of(x, 2))
     scalars = (N, H // G, *strides, stride_qo, stride_xo, softcap, sm_scale, q_run, x_run, window)
     launched("decode_attention", *tensors)
     _decode_attention_kernel[(G * -(-H // G // config["BLOCK_H"]), config["SPLITS"], B)](
-        *tensors, *scalars, *prologue.constants(D), D, DV, **config
+        *tensors, *prologue.tables, o, *memory, *scalars, *prologue.constants(D), D, DV, **config
     )
     return o
 

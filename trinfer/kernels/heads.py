@@ -1,6 +1,6 @@
 """Heads on their way from the product that made them to attention: RMS norm of each, then rotation."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -234,16 +234,17 @@ def check_new_token(
         )
 
 
-def as_heads(x: Tensor) -> tuple[Tensor, int | None, int]:
-    """(x as [B, H, 1, D], heads in a run, distance of runs) of heads in one dimension or in two.
+def as_heads(x: Tensor) -> tuple[Tensor, int | None, int, Tensor | None]:
+    """(x as [B, H, 1, D], heads in a run, distance of runs, x) of heads in one dimension or in two.
 
-    In two, what is returned has the right shape and strides, but only the first run lies where it says.
+    In two, the first has the right shape and strides, but only its first run lies where it says: a kernel
+    gets the last.
     """
     if x.dim() == 4:
-        return x, None, 0
+        return x, None, 0, None
     B, runs, run, M, D = x.shape
     x = unit_stride(x)
-    return x.as_strided((B, runs * run, M, D), (x.stride(0), *x.stride()[2:])), run, x.stride(1)
+    return x.as_strided((B, runs * run, M, D), (x.stride(0), *x.stride()[2:])), run, x.stride(1), x
 
 
 def flat_heads(x: Tensor) -> Tensor:
@@ -251,17 +252,17 @@ def flat_heads(x: Tensor) -> Tensor:
     return x.flatten(1, 2) if x.dim() > 4 else x
 
 
-def new_heads(new: tuple[Tensor, Tensor] | None) -> tuple[tuple[Tensor, Tensor] | None, int | None, int]:
+def new_heads(new: tuple[Tensor, Tensor] | None) -> tuple[Any, int | None, int, tuple[Any, Any]]:
     """`as_heads` of the new key and value with equal strides, as the slices of one product have them."""
     if new is None:
-        return None, None, 0
+        return None, None, 0, (None, None)
     k, v = new
     is_alike = k.stride()[:-2] == v.stride()[:-2] and k.stride(-1) == v.stride(-1) == 1
     if not is_alike and k.shape[:-1] == v.shape[:-1]:
         both = torch.cat((flat_heads(k), flat_heads(v)), -1)
         k, v = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-    (k, run, stride), (v, _, _) = as_heads(k), as_heads(v)
-    return (k, v), run, stride
+    (k, run, stride, k_runs), (v, _, _, v_runs) = as_heads(k), as_heads(v)
+    return (k, v), run, stride, (k if run is None else k_runs, v if run is None else v_runs)
 
 
 def rotate_ref(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
