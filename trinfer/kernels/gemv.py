@@ -229,7 +229,7 @@ def gemv(
     # a product of two inputs costs what one of both together would
     columns = K if also is None else K + also[0].shape[-1]
     key = _Key(x.dtype, next_power_of_2(M), sizes[0], columns, is_transposed, gated, norm is not None)
-    config = hold_rows(choose(OP, key), M)
+    config = hold_rows(choose(OP, key), M, also is not None)
     segments, sizes, strides = _as_arguments(weights, biases, sizes, also)
     pointers = (*norm_tensors[:2], *segments, residual, y)
     scalars = (M, *sizes, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale, *norm_constants)

@@ -27,11 +27,16 @@ def whole_rows(dtype: torch.dtype, M: int, N: int, K: int, has_norm: bool) -> tu
     return block, max(16, min(most, 1 << max(5, share.bit_length() - 1))), columns
 
 
-def hold_rows(config: Config, M: int) -> Config:
-    """The configuration with a block for all M rows: only rows one by one, without SPANS_K, are a loop."""
-    if not config["SPANS_K"] or config["BLOCK_M"] >= M:
+def hold_rows(config: Config, M: int, of_two: bool = False) -> Config:
+    """The configuration with a block for all M rows: only rows one by one, without SPANS_K, are a loop.
+
+    A product of two inputs holds tiles of two weights, with half as many rows each.
+    """
+    if not config["SPANS_K"]:
         return config
-    return {**config, "BLOCK_M": next_power_of_2(M)}
+    if of_two:
+        config = {**config, "BLOCK_N": max(16, config["BLOCK_N"] // 2)}
+    return config if config["BLOCK_M"] >= M else {**config, "BLOCK_M": next_power_of_2(M)}
 
 
 @triton.jit
