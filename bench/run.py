@@ -89,13 +89,6 @@ def ratio(times: dict[str, list[float]], ours: str, theirs: str) -> float:
     return statistics.median(t / o for o, t in zip(times[ours], times[theirs], strict=True))
 
 
-def read_gbps(device: torch.device) -> float:
-    """Gigabytes a second that this machine reads from memory: the best of several sums of 512 MiB."""
-    x = torch.ones(1 << 27, device=device)
-    best = min(_timed(lambda: x.sum(), 1) for _ in range(8))
-    return x.numel() * x.element_size() / best / 1e9
-
-
 def measure(op: Op, model: str, rows: int, dtype: str, count: int) -> dict[str, Any]:
     """One row of results."""
     device = backend.default_device()
@@ -155,7 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device = backend.default_device()
-    facts = machine(device) | {"read_gb_per_s": round(read_gbps(device), 1)}
+    facts = machine(device) | {"read_gb_per_s": round(backend.read_gbps(device), 1)}
     print("  ".join(f"{key}: {value}" for key, value in facts.items()))
     print(
         f"{'op':22}{'model':9}{'rows':>5} {'dtype':6}{'us':>10}{'GB/s':>8}{'GFLOP/s':>9}{'x reference':>13}"
