@@ -80,6 +80,13 @@ GOOD = [
     ({"quant": {"enabled": False}}, {}, {"quant.enabled": False}),
     ({"zero": {"stage": 0}}, {"zero": {}}, {"zero.stage": 0}),
     ({"keep_module_on_host": True}, {}, {"keep_module_on_host": True}),
+    ({"args": {"rope_theta": 1.0}}, INJECT, {"config": {"rope_theta": 1.0}}),
+    (
+        {"config": {"rope_theta": 1.0}},
+        {"args": {"rope_theta": 1.0}, **INJECT},
+        {"config": {"rope_theta": 1.0}},
+    ),
+    ({"tm": True}, INJECT, {"triangular_masking": True}),
     ({"checkpoint": None, "mpu": None, "args": None, "base_dir": ""}, {}, {"checkpoint": None}),
     ({"ckpt_config": {"checkpoint_dir": None}}, {"checkpoint": None}, {"checkpoint": None}),
     (
@@ -97,10 +104,7 @@ LATER = [
     ({"moe": MoEConfig(ep_size=2)}, {"moe_type": "residual"}, {"moe.ep_size": 2, "moe.type": "residual"}),
     ({"dtype": "torch.int8"}, {"quant": {"weight": {"num_bits": 4}}}, {"quant.weight.num_bits": 4}),
     ({"ckpt_config": {"checkpoint_dir": "a"}}, {"checkpoint": Path("a")}, {"checkpoint": "a"}),
-    ({"args": {"rope_theta": 1.0}}, {}, {"config": {"rope_theta": 1.0}}),
-    ({"config": {"rope_theta": 1.0}}, {"args": {"rope_theta": 1.0}}, {"config": {"rope_theta": 1.0}}),
     ({"zero": NVME}, {}, {"zero.offload_param.device": "nvme", "zero.offload_param.buffer_count": 5}),
-    ({"tm": True}, {}, {"triangular_masking": True}),
 ]
 
 # (config, keywords, exception, words that must appear)
@@ -231,7 +235,10 @@ BAD = [
     ),
     (None, {"set_empty_params": True}, ValueError, ["set_empty_params=True", "replaced layer"]),
     (None, {**INJECT, "set_empty_params": True}, ValueError, ["set_empty_params=True", "checkpoint"]),
-    (None, {**INJECT, "return_tuple": False}, ValueError, ["return_tuple=False", "whole layer"]),
+    (None, {"return_tuple": False}, ValueError, ["return_tuple=False", "whole layer"]),
+    (None, {"tm": True}, ValueError, ["triangular_masking=True", "replace_with_kernel_inject=False"]),
+    (None, {"transposed_mode": True}, ValueError, ["transposed_mode=True", "injection_policy=None"]),
+    (None, {"args": {"model_type": "llama"}}, ValueError, ["config=", "args", "injection_policy=None"]),
     (None, {"training_mp_size": 1}, ValueError, ["training_mp_size=1", "checkpoint"]),
     (None, {"base_dir": "weights"}, ValueError, ["base_dir='weights'", "checkpoint"]),
     (
@@ -247,9 +254,9 @@ BAD = [
     # not built yet, all at once
     (
         None,
-        {"checkpoint": "a", "transposed_mode": True},
+        {"checkpoint": "a", "save_mp_checkpoint_path": "b"},
         NotImplementedError,
-        ["checkpoint='a'", "transposed_mode"],
+        ["checkpoint='a'", "save_mp_checkpoint_path"],
     ),
 ]
 
@@ -262,7 +269,6 @@ ASKING: dict[str, dict[str, Any]] = {
     "tensor_parallel.tp_group": {"tp": {"tp_group": object()}},
     "zero.stage": {"zero": NVME},
     "zero.offload_param": {"zero": NVME},
-    "triangular_masking": {"triangular_masking": False},
     "moe.ep_size": {"moe": {"ep_size": 2}},
     "moe.ep_group": {"moe": {"ep_group": object()}},
     "moe.ep_mp_group": {"moe": {"ep_mp_group": object()}},
@@ -273,8 +279,6 @@ ASKING: dict[str, dict[str, Any]] = {
     "save_mp_checkpoint_path": {"save_mp_checkpoint_path": "a"},
     "checkpoint_config": {"ckpt_config": {"save_mp_checkpoint_path": "a"}},
     "training_mp_size": {"training_mp_size": 2, "checkpoint": "a"},
-    "config": {"args": {"rope_theta": 1.0}},
-    "transposed_mode": {"transposed_mode": True},
     "kv_cache.enabled": {"kv_cache": {"enabled": True}},
 }
 
@@ -310,8 +314,7 @@ def test_bad_input_names_field_value_and_remedy(
 
 
 def test_every_unbuilt_field_has_a_row() -> None:
-    # return_tuple=False never gets that far: no whole layer is replaced
-    assert set(ASKING) == set(UNBUILT) - {"return_tuple"}
+    assert set(ASKING) == set(UNBUILT)
 
 
 @pytest.mark.parametrize("path", ASKING)

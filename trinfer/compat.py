@@ -180,6 +180,21 @@ def set_attention(model: Any, name: str) -> None:
         raise RuntimeError(f"{type(model).__name__} was given attention {name!r} but uses {sorted(kept)}")
 
 
+def set_causal(model: nn.Module, modules: tuple[str, ...], is_causal: bool, configured: bool | None) -> None:
+    """Say to attention modules and to the configuration, by which masks are made, whether they are causal.
+
+    `configured` None leaves the configuration without a word about it.
+    """
+    for path in modules:
+        model.get_submodule(path).is_causal = is_causal  # type: ignore[assignment]
+    for part in model.modules():
+        config = part.__dict__.get("config")
+        if config is not None and configured is not None:
+            config.is_causal = configured
+        elif config is not None and "is_causal" in vars(config):
+            del config.is_causal
+
+
 def is_plain_mask(
     q_length: int,
     kv_length: int,
@@ -231,14 +246,15 @@ def is_known_code(module: nn.Module) -> bool:
 
 
 def has_user_hooks(model: nn.Module) -> bool:
-    """True if a module below `model` has hooks other than those by which transformers collects outputs."""
+    """True if a module below `model` has hooks other than trinfer's and those that collect outputs."""
     hooks = [
         hook
         for module in model.modules()
         if module is not model
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+    known = ("transformers.utils.output_capturing", "trinfer.layers.block")
+    return any(getattr(hook, "__module__", "") not in known for hook in hooks)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -44,6 +45,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> "Infe
     options, where, plan = prepare(model, config, kwargs)
     refuse_meta(model)
     limits = limits_of(model, options, where)
+    if plan.masking is not None and not plan.masking.is_causal and plan.masking.configured is not False:
+        limits = replace(limits, why_not=BOTH_WAYS)
     with undone_on_failure(model, plan):
         with rotary_frequencies_kept(model):
             model.to(options.dtype)
@@ -228,6 +231,10 @@ class InferenceEngine(nn.Module):
         return "InferenceEngine"
 
 
+BOTH_WAYS = (
+    "with triangular_masking=False tokens attend to those that follow, and there are none yet; call the "
+    "engine itself, or leave triangular_masking out"
+)
 CONVERTED = "as after model.to(dtype): what conversion rounded away cannot come back"
 
 

@@ -53,9 +53,11 @@ def test_matmul_gated_matches_ref(variant, M, N, K, seed):
     assert_close(matmul(x, w, **options), truth(matmul_ref, x, w, **options), dtype)
 
 
-@given(rows, segments, st.sampled_from([34, 100]), seeds)
-def test_matmul_of_segments_is_their_concatenation(M, counts, K, seed):
-    x, w = make((M, K), torch.float32, seed), make_weights(counts, K, torch.float32, seed + 1)
+@given(rows, segments, st.sampled_from([34, 100]), st.sampled_from(["rows", "columns"]), seeds)
+def test_matmul_of_segments_is_their_concatenation(M, counts, K, order, seed):
+    x = make((M, K), torch.float32, seed)
+    # columns: segments of unlike sizes have no stride in common
+    w = tuple(make_weights((n,), K, torch.float32, seed + n, order)[0] for n in counts)
     bias = (None, *(make((n,), torch.float32, seed + 9) for n in counts[1:]))
     parts = [matmul(x, segment, b) for segment, b in zip(w, bias, strict=True)]
     assert torch.equal(matmul(x, w, bias), torch.cat(parts, -1))

@@ -184,10 +184,28 @@ RULES = (
         "give checkpoint, or leave set_empty_params out",
     ),
     Rule(
-        ("return_tuple",),
-        lambda c, device: not c.return_tuple,
-        "only a whole layer that was replaced can do that; trinfer swaps the parts of a layer",
-        "leave return_tuple out",
+        ("return_tuple", "replace_with_kernel_inject"),
+        lambda c, device: not c.return_tuple and not c.replace_with_kernel_inject,
+        "only a whole layer that was replaced can do that",
+        "set replace_with_kernel_inject=True, or leave return_tuple out",
+    ),
+    Rule(
+        ("triangular_masking", "replace_with_kernel_inject"),
+        lambda c, device: c.is_set("triangular_masking") and not c.replace_with_kernel_inject,
+        "triangular_masking is what the attention of kernel injection does; the model's own stays as it is",
+        "set replace_with_kernel_inject=True, or leave triangular_masking out",
+    ),
+    Rule(
+        ("config", "replace_with_kernel_inject", "injection_policy"),
+        lambda c, device: bool(c.config) and not _swaps(c),
+        "config/args says what the rewriting of the model sees, and nothing is rewritten",
+        "set replace_with_kernel_inject=True, or leave config/args out",
+    ),
+    Rule(
+        ("transposed_mode", "replace_with_kernel_inject", "injection_policy"),
+        lambda c, device: c.transposed_mode and not _swaps(c),
+        "transposed_mode lays out the weights of replaced linears, and none is replaced",
+        "set replace_with_kernel_inject=True, or leave transposed_mode out",
     ),
     Rule(
         ("training_mp_size", "checkpoint"),
@@ -216,7 +234,6 @@ UNBUILT = {
     "tensor_parallel.tp_group": Unbuilt("None", _given),
     "zero.stage": Unbuilt("0", bool),
     "zero.offload_param": Unbuilt("None", _given),
-    "triangular_masking": Unbuilt("unset", lambda value: True),
     "moe.ep_size": Unbuilt("1", lambda size: size > 1),
     "moe.ep_group": Unbuilt("None", _given),
     "moe.ep_mp_group": Unbuilt("None", _given),
@@ -226,10 +243,7 @@ UNBUILT = {
     "set_empty_params": Unbuilt("False", bool),
     "save_mp_checkpoint_path": Unbuilt("None", _given),
     "checkpoint_config": Unbuilt("{}", lambda section: any(value is not None for _, value in section)),
-    "return_tuple": Unbuilt("True", lambda value: not value),
     "training_mp_size": Unbuilt("unset", lambda value: True),
-    "config": Unbuilt("None", bool),
-    "transposed_mode": Unbuilt("False", bool),
     "kv_cache.enabled": Unbuilt("False", bool),
 }
 

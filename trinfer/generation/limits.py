@@ -16,7 +16,7 @@ class Limits:
     """Tokens a call may reach, and whether the cache is trinfer's own.
 
     `waits_for` is the device type that a model kept on the host must be moved to first; `has_warned` says
-    that the caller was told of a smaller limit.
+    that the caller was told of a smaller limit; `why_not` is why the model no longer generates.
     """
 
     max_out_tokens: int
@@ -24,6 +24,7 @@ class Limits:
     own_cache: bool
     waits_for: str = ""
     has_warned: bool = False
+    why_not: str = ""
 
 
 def check_length(prompt: int, new: int, limit: int) -> None:

@@ -58,6 +58,8 @@ class Generating(Limited):
     """Mixed into the class of a model that generates."""
 
     def _prepare_generated_length(self: Any, generation_config: Any, **kwargs: Any) -> Any:
+        if self._trinfer_limits.why_not:
+            raise ValueError(f"generate cannot run: {self._trinfer_limits.why_not}")
         parent: Any = super()
         config = parent._prepare_generated_length(generation_config=generation_config, **kwargs)
         inputs, prompt = kwargs["inputs_tensor"], kwargs["input_ids_length"]

@@ -172,7 +172,9 @@ def as_segments(
     K, dtype, strides = x.shape[-1], x.dtype, weights[0].stride()
     for w, b in zip(weights, biases, strict=True):
         shape = w.shape
-        if len(shape) != 2 or shape[1] != K or w.dtype != dtype or w.stride() != strides:
+        if len(shape) != 2 or shape[1] != K or w.dtype != dtype:
+            raise _misfit(x, w, b, strides)
+        if w.stride() != strides and common_strides(weights)[1] is not None:
             raise _misfit(x, w, b, strides)
         if b is not None and (b.dtype != dtype or b.shape != shape[:1]):
             raise _misfit(x, w, b, strides)
@@ -203,9 +205,17 @@ def _misfit(x: Tensor, w: Tensor, b: Tensor | None, strides: tuple[int, ...]) ->
         )
     # one launch reads all segments with the same strides
     return ValueError(
-        f"weight segments have strides {strides} and {w.stride()} - allowed: equal strides - "
-        "make them contiguous"
+        f"weight segments have strides {strides} and {w.stride()} - allowed: equal strides, or all of them "
+        "transposed, (1, N) - make them contiguous"
     )
+
+
+def common_strides(weights: tuple[Tensor, ...]) -> tuple[int, int | None]:
+    """Strides of all segments; None for the second where each has its own, the number of its outputs."""
+    first, second = strides = weights[0].stride()
+    if any(w.stride() != strides for w in weights) and all(w.stride() == (1, len(w)) for w in weights):
+        return 1, None
+    return first, second
 
 
 def pad_to_three(values: Any) -> tuple:

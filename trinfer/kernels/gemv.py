@@ -13,6 +13,7 @@ from trinfer.kernels.elements import (
     activate,
     as_segments,
     check_act,
+    common_strides,
     linear_ref,
     load_bias,
     pick_segment,
@@ -91,6 +92,8 @@ def _gemv_kernel(
             N_total += N1
         if w2_ptr is not None:
             N_total += N2
+    # segments of unlike sizes that lie as [K, N_i] have no stride in common
+    step_wk = N if stride_wk is None else stride_wk
     offset = first.to(tl.int64) * stride_wn
     w_ptr += offset
     u_ptr = None if also_ptr is None else w1_ptr + first.to(tl.int64) * stride_un
@@ -104,12 +107,12 @@ def _gemv_kernel(
             mean, rstd = row_moments(x_row, K, eps, NORM, BLOCK_K)
             # fmt: off
             y = row_product(
-                mean, rstd, x_row, nw_ptr, nb_ptr, w_ptr, rest, K, stride_wn, stride_wk,
+                mean, rstd, x_row, nw_ptr, nb_ptr, w_ptr, rest, K, stride_wn, step_wk,
                 NORM, NORM_OFFSET, IS_TRANSPOSED, BLOCK_N, BLOCK_K,
             )
             if IS_GATED:
                 up = row_product(
-                    mean, rstd, x_row, nw_ptr, nb_ptr, w1_ptr + offset, rest, K, stride_wn, stride_wk,
+                    mean, rstd, x_row, nw_ptr, nb_ptr, w1_ptr + offset, rest, K, stride_wn, step_wk,
                     NORM, NORM_OFFSET, IS_TRANSPOSED, BLOCK_N, BLOCK_K,
                 )
                 y += load_bias(b0_ptr, None, None, segment, offs_n, N)
@@ -124,8 +127,7 @@ def _gemv_kernel(
                 y += load_bias(b1_ptr, None, None, segment, offs_n, N)
             else:
                 y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, N), ACT)
-            if SCALE != 1.0:
-                y *= SCALE
+            y *= SCALE
             offs_y = m * N_total + column + offs_n
             if residual_ptr is not None:
                 y += tl.load(residual_ptr + offs_y, mask=mask_n, other=0.0).to(tl.float32)
@@ -136,12 +138,12 @@ def _gemv_kernel(
             x_ptr, nw_ptr, nb_ptr, M, K, eps, NORM, NORM_OFFSET, BLOCK_M, BLOCK_K, spans
         )
         y = tile_product(
-            rows, means, rstds, x_ptr, nw_ptr, nb_ptr, w_ptr, M, rest, K, stride_wn, stride_wk,
+            rows, means, rstds, x_ptr, nw_ptr, nb_ptr, w_ptr, M, rest, K, stride_wn, step_wk,
             NORM, NORM_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, spans,
         )
         if IS_GATED:
             up = tile_product(
-                rows, means, rstds, x_ptr, nw_ptr, nb_ptr, w1_ptr + offset, M, rest, K, stride_wn, stride_wk,
+                rows, means, rstds, x_ptr, nw_ptr, nb_ptr, w1_ptr + offset, M, rest, K, stride_wn, step_wk,
                 NORM, NORM_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, spans,
             )
             y += load_bias(b0_ptr, None, None, segment, offs_n, N)[:, None]
@@ -159,8 +161,7 @@ def _gemv_kernel(
             y += load_bias(b1_ptr, None, None, segment, offs_n, N)[:, None]
         else:
             y = activate(y + load_bias(b0_ptr, b1_ptr, b2_ptr, segment, offs_n, N)[:, None], ACT)
-        if SCALE != 1.0:
-            y *= SCALE
+        y *= SCALE
         offs_m = tl.arange(0, BLOCK_M)
         offs_y = offs_m[None, :] * N_total + column + offs_n[:, None]
         mask = (offs_m[None, :] < M) & mask_n[:, None]
@@ -187,7 +188,8 @@ def gemv(
 
     Args:
         x: [..., K] float16|bfloat16|float32 with at most 16 rows, any strides.
-        weight: [N, K] with any strides, or up to 3 segments [N_i, K] of one dtype and stride.
+        weight: [N, K] with any strides, or up to 3 segments [N_i, K] of one dtype, of one stride or all of
+            them transposed.
         bias: [N], or one entry a segment, which may be None.
         act: none, gelu, gelu_quick, gelu_tanh, relu, relu2 or silu.
         gated: the segments are (gate, up) and y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
@@ -224,7 +226,7 @@ def gemv(
     if y.numel() == 0:
         return y
     residual = residual if residual is None else residual.contiguous()
-    stride_wn, stride_wk = weights[0].stride()
+    stride_wn, stride_wk = common_strides(weights)
     is_transposed = stride_wn == 1 and stride_wk != 1
     # a product of two inputs costs what one of both together would
     columns = K if also is None else K + also[0].shape[-1]

@@ -13,6 +13,7 @@ from trinfer.kernels.elements import (
     activate,
     as_segments,
     check_act,
+    common_strides,
     dot,
     linear_ref,
     load_bias,
@@ -94,7 +95,9 @@ def _matmul_kernel(
     mask_m = offs_m < M - pid_m * BLOCK_M
     mask_n = offs_n < N - first
     x_ptrs = x_ptr + row * stride_xm + offs_m[:, None] * stride_xm + offs_k[None, :]
-    w_offs = first.to(tl.int64) * stride_wn + (offs_n[None, :] * stride_wn + offs_k[:, None] * stride_wk)
+    # segments of unlike sizes that lie as [K, N_i] have no stride in common
+    step_wk = N if stride_wk is None else stride_wk
+    w_offs = first.to(tl.int64) * stride_wn + (offs_n[None, :] * stride_wn + offs_k[:, None] * step_wk)
     w_ptrs = w_ptr + w_offs
     u_ptrs = w_ptrs
     if IS_GATED:
@@ -121,9 +124,9 @@ def _matmul_kernel(
         acc = dot(x, tl.load(w_ptrs, mask=mask_w, other=0.0), acc)
         if IS_GATED:
             up = dot(x, tl.load(u_ptrs, mask=mask_w, other=0.0), up)
-            u_ptrs += BLOCK_K * stride_wk
+            u_ptrs += BLOCK_K * step_wk
         x_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K * stride_wk
+        w_ptrs += BLOCK_K * step_wk
 
     if IS_GATED:
         acc += load_bias(b0_ptr, None, None, segment, first + offs_n, N)[None, :]
@@ -158,7 +161,8 @@ def matmul(
 
     Args:
         x: [..., K] float16|bfloat16|float32, any strides; copied if its rows are not contiguous.
-        weight: [N, K] with any strides, or up to 3 segments [N_i, K] of one dtype and stride.
+        weight: [N, K] with any strides, or up to 3 segments [N_i, K] of one dtype, of one stride or all of
+            them transposed.
         bias: [N], or one entry a segment, which may be None.
         act: none, gelu, gelu_quick, gelu_tanh, relu, relu2 or silu.
         gated: the segments are (gate, up) and y = act(x · gateᵀ + bias_0) · (x · upᵀ + bias_1).
@@ -198,7 +202,7 @@ def matmul(
     config = choose(OP, _Key(x.dtype, bucket, sizes[0], K, gated, norm is not None))
     tiles = -(-M // config["BLOCK_M"]) * sum(-(-n // config["BLOCK_N"]) for n in outputs)
     pointers = (rows, *norm_tensors[:2], *pad_to_three(weights), *pad_to_three(biases), residual, y)
-    scalars = (M, *pad_to_three(sizes), K, rows.stride(0), *weights[0].stride(), norm_tensors[2], scale)
+    scalars = (M, *pad_to_three(sizes), K, rows.stride(0), *common_strides(weights), norm_tensors[2], scale)
     launched("matmul", *pointers)
     _matmul_kernel[(tiles,)](*pointers, *scalars, *norm_constants, act, gated, **config)
     return y

@@ -231,6 +231,8 @@ def _mask_and_alibi(
     """
     if names.mask_is_inverted and mask is not None:
         mask = ~mask
+    if names.mask_is_open and mask is not None and mask.dim() == 4:
+        mask = _with_rule(mask, allowed_keys(q.shape[2], k.shape[2], names.is_causal, None, None, q.device))
     if names.alibi == "none":
         return mask, None
     if mask is not None and mask.dim() == 4 and bias is not None:
@@ -240,6 +242,13 @@ def _mask_and_alibi(
             mask = _with_bias(whole, mask, q.shape[2], k.shape[2], names.is_causal)
         return mask, None
     return mask, slopes(names, q.device)
+
+
+def _with_rule(mask: Tensor, allowed: Tensor) -> Tensor:
+    """A 4-D mask that also forbids what is not in `allowed`."""
+    if mask.is_floating_point():
+        return mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+    return mask.to(torch.bool) & allowed
 
 
 def slopes(names: records.Attention, device: torch.device) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -128,7 +129,15 @@ def heads_of(p: Parameters, qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def block_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a layer inside the model's own forward, which hands it mask, rotary table and cache.
+    """Forward of a layer, which the model's own forward hands mask, rotary table and cache.
+
+    Inside the model it gives what the model's code expects, called by hand what `return_tuple` says.
+    """
+    return handed_on(self, layer_states(self, hidden_states, *args, **kwargs))
+
+
+def layer_states(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a layer gives inside its model.
 
     It runs part by part in a call that asks for attention probabilities or attends to another model's states,
     and where parts got hooks after the plan was made.
@@ -149,6 +158,47 @@ def block_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
 
     states = block(parameters(self, names), hidden_states, attend)
     return (states, None) if names.gives_tuple else states
+
+
+def handed_on(layer: Any, states: Any) -> Any:
+    """What `layer_states` gave, in the form that the caller of the layer expects.
+
+    A tuple for a caller outside the model has more than the states only if more was asked for.
+    """
+    if getattr(_running, "depth", 0):
+        return states
+    given = states if isinstance(states, tuple) else (states,)
+    if not layer._trinfer.return_tuple:
+        return given[0]
+    return given[:1] if all(extra is None for extra in given[1:]) else given
+
+
+def mark(layers: nn.Module) -> None:
+    """Let whole layers know when they run inside the forward of `layers`."""
+    handles = (
+        layers.register_forward_pre_hook(_enter),
+        layers.register_forward_hook(_leave, always_call=True),
+    )
+    layers.__dict__["_trinfer_marks"] = handles
+
+
+def unmark(layers: nn.Module) -> None:
+    """Take back what `mark` did."""
+    for handle in layers.__dict__.pop("_trinfer_marks", ()):
+        handle.remove()
+
+
+# how many forwards of models this thread is in
+_running = threading.local()
+
+
+def _enter(*_: Any) -> None:
+    _running.depth = getattr(_running, "depth", 0) + 1
+
+
+def _leave(*_: Any) -> None:
+    # called after a failure as well, even of a hook that ran before `_enter`
+    _running.depth = max(getattr(_running, "depth", 0) - 1, 0)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trinfer.graphs import NotRecordable, signature
-from trinfer.layers.block import block_forward
+from trinfer.layers.block import handed_on, layer_states
 
 
 def recorded_block_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -18,12 +18,12 @@ def recorded_block_forward(self: Any, hidden_states: Tensor, *args: Any, **kwarg
     try:
         signature(arguments)
     except NotRecordable:
-        return block_forward(self, hidden_states, *args, **kwargs)
+        return handed_on(self, layer_states(self, hidden_states, *args, **kwargs))
     addresses = tuple([parameter.data_ptr() for parameter in self.parameters()])
 
     def run(inputs: Any) -> Tensor:
         x, positional, named = inputs
-        return block_forward(self, x, *positional, **named)
+        return layer_states(self, x, *positional, **named)
 
     with torch.no_grad():
-        return self._trinfer_pieces.run(run, arguments, addresses)
+        return handed_on(self, self._trinfer_pieces.run(run, arguments, addresses))

@@ -77,6 +77,7 @@ class Attention:
     """Projections, norms of queries and keys, rotary embedding, cache and attention of one layer.
 
     Either `query`, `key` and `value` are linears or `qkv` is; names, layouts and flags as in `Arch`.
+    `mask_is_open`: the model's own 4-D masks lack the causal rule, which was asked for.
     """
 
     query: str = ""
@@ -103,6 +104,7 @@ class Attention:
     qk_norm: str = "none"
     norm: Norm | None = None
     mask_is_inverted: bool = False
+    mask_is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Block:
     residual: "pre" x + f(norm(x)), "post" norm(x + f(x)), "parallel" x + attention(norm(x)) + MLP(norm(x)).
     residual_scale: factor of what the halves give.
     gives_tuple: the layer's own forward returns its states in a tuple.
+    return_tuple: a call from outside the model gets a tuple.
     """
 
     owner: str
@@ -136,6 +139,7 @@ class Block:
     residual: str
     residual_scale: float = 1.0
     gives_tuple: bool = False
+    return_tuple: bool = True
 
     @property
     def launches(self) -> int:

@@ -21,6 +21,7 @@ from trinfer.layers import (
     norm,
     read,
     recorded,
+    records,
 )
 from trinfer.rewrite.plan import Plan
 
@@ -59,21 +60,31 @@ def apply(model: nn.Module, plan: Plan) -> None:
     found = [(model.get_submodule(step.path), FORWARDS[step.forward], step.record) for step in plan.swapped]
     with ExitStack() as rollback:
         rollback.callback(undo, model, plan)
+        if plan.attention is not None or plan.masking is not None:
+            compat.own_config(model)
         if plan.attention is not None:
             register()
-            compat.own_config(model)
             compat.set_attention(model, compat.ATTENTION_NAME)
+        if plan.masking is not None:
+            is_causal = plan.masking.is_causal
+            compat.set_causal(model, plan.masking.modules, is_causal, None if is_causal else False)
+        for path in plan.transposed:
+            _lay_out(model.get_submodule(path), is_transposed=True)
         for module, forward, record in found:
             module.__dict__["_trinfer"] = record
             # not a bound method: pickle stores one as getattr(module, name), which loses the swap
             module.__dict__["forward"] = partial(forward, module)
             if forward is recorded.recorded_block_forward:
                 module.__dict__["_trinfer_pieces"] = Pieces()
+        for layers in _surroundings(model, plan):
+            block.mark(layers)
         rollback.pop_all()
 
 
 def undo(model: nn.Module, plan: Plan) -> None:
     """Take back what `apply` did, all of it or the part that it had done."""
+    for layers in _surroundings(model, plan):
+        block.unmark(layers)
     for step in plan.swapped:
         attributes = model.get_submodule(step.path).__dict__
         if "_trinfer" in attributes:
@@ -82,6 +93,32 @@ def undo(model: nn.Module, plan: Plan) -> None:
             del attributes["_trinfer"]
     if plan.attention is not None and compat.attention_implementation(model) == compat.ATTENTION_NAME:
         compat.set_attention(model, plan.attention)
+    if plan.masking is not None:
+        compat.set_causal(model, plan.masking.modules, not plan.masking.is_causal, plan.masking.configured)
+    for path in plan.transposed:
+        _lay_out(model.get_submodule(path), is_transposed=False)
+
+
+def _lay_out(linear: Any, *, is_transposed: bool) -> None:
+    """Move a weight in memory; its shape, its values and the parameter that holds it stay."""
+    weight = linear.weight.data
+    linear.weight.data = weight.t().contiguous().t() if is_transposed else weight.contiguous()
+
+
+def _surroundings(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """The modules in whose forward whole layers run: the nearest above each that has one."""
+    found: dict[int, nn.Module] = {}
+    for step in plan.swapped:
+        if not isinstance(step.record, records.Block):
+            continue
+        path = step.path
+        while path:
+            path = path.rpartition(".")[0]
+            above = model.get_submodule(path)
+            if not isinstance(above, nn.ModuleList | nn.ModuleDict):
+                found[id(above)] = above
+                break
+    return list(found.values())
 
 
 def register() -> None:

@@ -14,6 +14,9 @@ from trinfer.config import InferenceConfig
 from trinfer.layers import records
 from trinfer.rewrite import generic, match, read_moe, whole
 from trinfer.rewrite.findings import backbone, find_swaps, model_type, names_residual, row_of, rows_of
+from trinfer.rewrite.layout import transposed
+from trinfer.rewrite.masking import masking_of, step_of, with_masking
+from trinfer.rewrite.overrides import SeenConfig
 from trinfer.rewrite.plan import Kept, Plan, Step
 from trinfer.rewrite.policy import read_policy
 from trinfer.rewrite.probe import Probes
@@ -25,35 +28,42 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
     """What `init_inference` will do to `model`; nothing is touched.
 
     Raises:
-        ValueError: kernel injection is asked for and no part of the model can be swapped, or `config.moe`
-            or `config.injection_policy` describes another model.
+        ValueError: kernel injection is asked for and no part of the model can be swapped, or `config.moe`,
+            `config.injection_policy` or another option describes another model.
     """
+    seen = SeenConfig(getattr(model, "config", None), config.config)
+    plan = _plan(model, seen, config, backend)
+    seen.refuse_unread()
+    return transposed(model, plan) if config.transposed_mode else plan
+
+
+def _plan(model: nn.Module, seen: SeenConfig, config: InferenceConfig, backend: Backend) -> Plan:
     training = tuple(path for path, module in model.named_modules() if module.training)
     steps = list(_whole_model(model, config, backend, bool(training)))
-    arch = row_of(model)
-    arch, policy = by_moe_type(arch, config)
+    arch, policy = by_moe_type(row_of(seen), seen, config)
     read_moe.check(model, config, any(map(names_residual, (arch, *policy.values()))))
     if config.injection_policy is not None:
         swaps, kept = read_policy(model, policy, Probes(config.dtype, backend.device))
         if config.enable_cuda_graph:
             swaps = _in_pieces(model, swaps, "a policy swaps parts of layers")
-        entries = (*steps, *swaps), tuple(kept)
         return Plan(
             "user policy",
             type(model).__name__,
             "",
-            *entries,
+            (*steps, *swaps),
+            tuple(kept),
             f"model.forward; {KERNELS_INSIDE}",
             training=training,
         )
     if not config.replace_with_kernel_inject:
         step = "model.forward; replace_with_kernel_inject was not asked for"
         return Plan("pass-through", type(model).__name__, "", tuple(steps), (), step, training=training)
-    return _injected(model, config, backend, arch, steps, training)
+    return _injected(model, seen, config, backend, arch, steps, training)
 
 
 def _injected(
     model: nn.Module,
+    seen: SeenConfig,
     config: InferenceConfig,
     backend: Backend,
     arch: Arch | None,
@@ -62,15 +72,19 @@ def _injected(
 ) -> Plan:
     """The plan of kernel injection, behind the steps that change the whole model."""
     read = generic.read(model, config, backend.device)
+    arch, masking = masking_of(model, arch, backbone(model, arch) if arch else "", seen, config)
     swaps, kept = find_swaps(model, arch, read)
     if not swaps:
         raise ValueError(_nothing_found(model, kept))
+    if masking is not None:
+        steps.append(step_of(masking))
+    swaps = _returning(model, with_masking(model, masking, swaps, config), config.return_tuple)
     attention = _former_attention(model, arch, swaps) if arch else read.attention
     if attention is not None:
         why = "attention and mask function are registered under this name"
         why += "" if arch else f"; asked for by {len(read.asking)} modules"
         steps.append(Step("", f"{attention} attention", f"{ATTENTION_NAME} attention", why))
-    decoder = _decoder(model, arch, swaps)
+    decoder = _decoder(model, seen, arch, swaps)
     if isinstance(decoder, str):
         step = f"model.forward, as {decoder}; {KERNELS_INSIDE}"
         swaps = _in_pieces(model, swaps, decoder) if config.enable_cuda_graph else swaps
@@ -86,17 +100,42 @@ def _injected(
         attention=attention,
         training=training,
         decoder=None if isinstance(decoder, str) else decoder,
+        masking=masking,
     )
 
 
-def by_moe_type(arch: Arch | None, config: InferenceConfig) -> tuple[Arch | None, dict[type, Any]]:
+def _returning(model: nn.Module, swaps: list[Step], return_tuple: bool) -> list[Step]:
+    """The swaps, with whole layers that give what `return_tuple` says when they are called by hand.
+
+    Raises:
+        ValueError: it is False, and no layer is replaced as a whole.
+    """
+    if return_tuple:
+        return swaps
+    if not any(isinstance(step.record, records.Block) for step in swaps):
+        raise ValueError(
+            f"return_tuple=False: no whole layer of {type(model).__name__} is replaced, and its own layers "
+            "give what they always give; leave return_tuple out"
+        )
+    return [
+        replace(step, record=replace(step.record, return_tuple=False))
+        if isinstance(step.record, records.Block)
+        else step
+        for step in swaps
+    ]
+
+
+def by_moe_type(
+    arch: Arch | None, seen: SeenConfig, config: InferenceConfig
+) -> tuple[Arch | None, dict[type, Any]]:
     """The model's row and the policy; what a row says of residual layers counts only where they are asked."""
 
     def asked(row: Any) -> Any:
         is_plain = isinstance(row, Arch) and config.moe.type != "residual"
         return replace(row, dense_branch="", coefficient="") if is_plain else row
 
-    policy = {kind: asked(row) for kind, row in (config.injection_policy or {}).items()}
+    given = (config.injection_policy or {}).items()
+    policy = {kind: asked(row.resolved(seen) if isinstance(row, Arch) else row) for kind, row in given}
     if not config.moe.enabled:
         policy = {k: replace(row, experts="") if isinstance(row, Arch) else row for k, row in policy.items()}
     return asked(arch), policy
@@ -115,14 +154,16 @@ def _former_attention(model: nn.Module, arch: Arch | None, swaps: list[Step]) ->
     return None if inverted or stays or not classes else former
 
 
-def _decoder(model: nn.Module, arch: Arch | None, swaps: list[Step]) -> records.Decoder | str:
+def _decoder(
+    model: nn.Module, seen: SeenConfig, arch: Arch | None, swaps: list[Step]
+) -> records.Decoder | str:
     """What a decode step of launches must know, or why there is none."""
     blocks = {step.path: step.record for step in swaps if isinstance(step.record, records.Block)}
     if arch is None or not blocks:
         return "no row for it" if arch is None else "its layers run part by part"
     if not isinstance(model, GenerationMixin):
         return "it does not generate"
-    return whole.decoder(model, arch, backbone(model, arch), blocks)
+    return whole.decoder(model, seen, arch, backbone(model, arch), blocks)
 
 
 def _in_pieces(model: nn.Module, swaps: list[Step], why: str) -> list[Step]:

@@ -1,6 +1,7 @@
 """What becomes of each module of a model: named by its row, read from its code, or known by its class."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -215,9 +216,10 @@ def rows_of(arch: Arch | None) -> Iterator[Arch]:
         arch = arch.decoder
 
 
-def row_of(model: nn.Module) -> Arch | None:
-    row = ARCHITECTURES.get(model_type(model))
-    return row.resolved(getattr(model, "config", None)) if row else None
+def row_of(seen: Any) -> Arch | None:
+    """The row for a model with this configuration."""
+    row = ARCHITECTURES.get(getattr(seen, "model_type", ""))
+    return row.resolved(seen) if row else None
 
 
 def model_type(model: nn.Module) -> str:

@@ -98,7 +98,7 @@ def norm_reader(arch: Arch) -> Reader:
 
 def plain(module: nn.Module) -> Found | str | None:
     """A torch module known by its exact class; None if it is not one."""
-    if type(module) is Conv1D or _is_linear(module):
+    if type(module) is Conv1D or is_linear(module):
         record = records.Linear(transposed=type(module) is Conv1D)
         return strange_weights(module) or Found(
             "gemv | matmul", "linear", record, f"is a {type(module).__name__}"
@@ -200,7 +200,7 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> str:
         child = getattr(module, name, None)
         if child is None:
             return f"has no {name}"
-        if type(child) is not Conv1D and not _is_linear(child):
+        if type(child) is not Conv1D and not is_linear(child):
             return f"{name} is a {type(child).__name__}, not a plain Linear"
         if problem := strange_weights(child):
             return f"{name}: {problem}"
@@ -208,7 +208,7 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> str:
     return "" if len(kinds) == 1 else f"{', '.join(names)} are not all of one class"
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (type(module).__name__ in LINEARS and is_known_code(module))
 
 

@@ -16,7 +16,8 @@ Row = tuple[str, ...]
 class Step:
     """One change: the module at `path` becomes something else; `record` is what its new forward remembers.
 
-    A step without a record changes the whole model (its dtype, its device, its mode) and swaps nothing.
+    A step without a record swaps nothing: it changes the whole model (its dtype, its device, its mode, its
+    mask), or how a weight lies in memory.
     """
 
     path: str
@@ -36,13 +37,27 @@ class Kept:
     why: str
 
 
+@dataclass(frozen=True)
+class Masking:
+    """What `triangular_masking` makes of a model whose own rule is the other one.
+
+    `modules` are the attention modules whose own `is_causal` is turned round; `configured` is what the
+    configuration said of it, None for nothing.
+    """
+
+    is_causal: bool
+    modules: tuple[str, ...]
+    configured: bool | None = None
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Everything that `init_inference` will do to a model; made without touching it, printed as a table.
 
     `step` says what runs one decode step: the launches that `decoder` describes, or `model.forward` and why.
     `attention` is the attention implementation that undoing comes back
-    to, None if the plan does not change it; `training` are the modules found in training mode.
+    to, None if the plan does not change it; `training` are the modules found in training mode; `transposed`
+    are the linears whose weights are laid out as [in, out].
     """
 
     mode: Mode
@@ -54,6 +69,8 @@ class Plan:
     attention: str | None = None
     training: tuple[str, ...] = ()
     decoder: Decoder | None = None
+    masking: Masking | None = None
+    transposed: tuple[str, ...] = ()
 
     @property
     def swapped(self) -> tuple[Step, ...]:

@@ -93,16 +93,15 @@ def _by_row(
     probes: probe.Probes,
 ) -> Iterator[tuple[str, Found | str]]:
     """The parts of the layers that a row names, then what is left of them, each part tried out."""
-    arch = row.resolved(getattr(model, "config", None))
     entries: dict[str, Found | str] = {}
     for path, layer in layers:
-        entries |= {f"{path}.{name}": found for name, found in _parts(layer, arch, probes).items()}
-    names = {arch.router, arch.experts, *(name for name, _ in match.readers(arch))}
+        entries |= {f"{path}.{name}": found for name, found in _parts(layer, row, probes).items()}
+    names = {row.router, row.experts, *(name for name, _ in match.readers(row))}
     named = {f"{path}.{name}" for path, _ in layers for name in names}
     if not any(isinstance(found, Found) for place, found in entries.items() if place in named):
         reasons = sorted({found for found in entries.values() if isinstance(found, str)})
         raise ValueError(
-            f"injection_policy of {kind.__name__}: no part of the layer is what row {arch.model_type!r} "
+            f"injection_policy of {kind.__name__}: no part of the layer is what row {row.model_type!r} "
             f"says: {'; '.join(reasons) or 'none has its name'}; change the names and flags of the row"
         )
     yield from entries.items()

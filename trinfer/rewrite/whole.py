@@ -50,11 +50,12 @@ def layer(module: nn.Module, arch: Arch) -> Found | str:
 
 
 def decoder(
-    model: nn.Module, arch: Arch, root: str, blocks: dict[str, records.Block]
+    model: nn.Module, seen: Any, arch: Arch, root: str, blocks: dict[str, records.Block]
 ) -> records.Decoder | str:
     """What a decode step of launches must know of a model, or why the model's own forward runs the step.
 
-    `root` is the path of the backbone; `blocks` are the layers that run whole, by path.
+    `seen` is the model's configuration, `root` the path of its backbone; `blocks` are the layers that run
+    whole, by path.
     """
 
     def at(path: str) -> str:
@@ -86,11 +87,11 @@ def decoder(
         embedding_scale=match.stated(backbone, arch.embedding_scale) if arch.embedding_scale else 1.0,
         is_scale_rounded=arch.embedding_scale.startswith(f"{arch.embedding}."),
         rotary=at(arch.rotary_table) if arch.rotary != "none" else "",
-        rotary_kinds=_rotary_kinds(model, backbone, arch, len(layers)),
+        rotary_kinds=_rotary_kinds(seen, backbone, arch, len(layers)),
         final_norm=places[arch.final_norm],
         head=arch.head,
         **_logits(model, arch),
-        max_positions=_max_positions(model, backbone, arch),
+        max_positions=_max_positions(seen, backbone, arch),
     )
 
 
@@ -168,20 +169,20 @@ def _read_norm(backbone: nn.Module, arch: Arch, path: str) -> records.Norm | str
     return found.record
 
 
-def _rotary_kinds(model: Any, backbone: nn.Module, arch: Arch, layers: int) -> tuple[str, ...]:
+def _rotary_kinds(seen: Any, backbone: nn.Module, arch: Arch, layers: int) -> tuple[str, ...]:
     """What the rotary module wants to be told of each layer: its type, or nothing."""
     if arch.rotary == "none":
         return ("",) * layers
     takes = inspect.signature(attrgetter(arch.rotary_table)(backbone).forward).parameters
-    return tuple(model.config.layer_types) if "layer_type" in takes else ("",) * layers
+    return tuple(seen.layer_types) if "layer_type" in takes else ("",) * layers
 
 
-def _max_positions(model: Any, backbone: nn.Module, arch: Arch) -> int | None:
+def _max_positions(seen: Any, backbone: nn.Module, arch: Arch) -> int | None:
     """Positions that the tables of a model have room for."""
     if arch.positions:
         return len(attrgetter(arch.positions)(backbone).weight) - arch.position_offset
     is_table = arch.rotary != "none" and arch.rotary_layout == "sines_first"
-    return int(model.config.max_position_embeddings) if is_table else None
+    return int(seen.max_position_embeddings) if is_table else None
 
 
 def _parts(arch: Arch) -> list[str]:
