@@ -10,12 +10,12 @@ on every `@triton.jit` kernel that is launched on CPU tensors runs compiled.
     scalar.py     elementwise ops as C expressions
     loop.py       C loops;  nest.py  loop nests over a tile;  fold.py  what needs no computing in them
     emit.py       the kernel: control.py, memory.py, reduce.py, dot.py write their ops
-    prelude.h     what the emitted C is made of;  tiles.h  products of tiles
+    prelude.h     what the emitted C is made of;  tiles.h, tiles.c  products of tiles
     check.py      the sanitizer (TRINFER_CPU_CHECK=1): check.c in the runtime, check.h and sites.py in
     the kernels
     build.py      the C compiler;  compiler.py  the stages
     driver.py     the launch;  record.py  launches kept and replayed by one call
-    runtime.py    runtime.c, which runs launches on torch's threads
+    runtime.py    what kernels share: runtime.c, which runs launches on torch's threads, and tiles.c
 """
 
 import os

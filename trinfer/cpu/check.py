@@ -11,12 +11,11 @@ import functools
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trinfer.cpu.build import build, version
+from trinfer.cpu.runtime import shared_library
 
 _KINDS = ("OUTSIDE", "BETWEEN", "RACE")
 _DID = ("reads", "writes", "updates")
@@ -83,15 +82,8 @@ class _Fault(ctypes.Structure):
 
 @functools.cache
 def check_library() -> ctypes.CDLL:
-    """The compiled check.c, visible to the kernels loaded after it."""
-    from triton.runtime.cache import get_cache_manager
-
-    cache = get_cache_manager(version())
-    path = cache.get_file("check.so")
-    if path is None:
-        source = Path(__file__).with_name("check.c").read_text()
-        path = cache.put(build(source, "check"), "check.so", binary=True)
-    loaded = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    """The compiled check.c."""
+    loaded = shared_library("check", ctypes.RTLD_GLOBAL)
     loaded.t_check_end.restype = loaded.t_check_unwritten.restype = ctypes.c_int64
     return loaded
 

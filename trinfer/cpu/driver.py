@@ -111,6 +111,7 @@ class Utils:
         self, name: str, binary: bytes, shared: int, device: Any
     ) -> tuple[Any, int, int, int, int]:
         """(library, address of its `programs`, registers, spills, most threads)"""
+        runtime()
         if is_checking():
             check_library()
         handle, path = tempfile.mkstemp(suffix=".so")

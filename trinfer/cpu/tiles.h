@@ -1,7 +1,19 @@
-/* Products of tiles, for kernels that have any: the header with the vector instructions takes long to read. */
-#ifdef __AVX512F__
-#include <immintrin.h>
+/* Products of tiles, for kernels that have any. What they share is compiled once, in tiles.c: the header with the
+   vector instructions alone takes as long to read as a small kernel takes to compile. */
+
+typedef uint32_t t_words __attribute__((vector_size(64), aligned(4), may_alias));
+#ifdef __clang__
+#define T_MERGE(WHICH, X, Y) T_MERGE_CLANG(X, Y, WHICH)
+#define T_MERGE_CLANG(X, Y, ...) __builtin_shufflevector(X, Y, __VA_ARGS__)
+#else
+#define T_MERGE(WHICH, X, Y) __builtin_shuffle(X, Y, (t_words){WHICH})
 #endif
+#define T_LOW_WORDS 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define T_HIGH_WORDS 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define T_LOW_PAIRS 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define T_HIGH_PAIRS 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define T_EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define T_ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
 
 /* to[c][r] = from[r][c] of 32-bit words */
 T_CALL void t_transpose(uint32_t* restrict to, const uint32_t* restrict from, int rows, int columns) {
@@ -10,35 +22,35 @@ T_CALL void t_transpose(uint32_t* restrict to, const uint32_t* restrict from, in
   for (; r + 16 <= rows; r += 16) {
     int c = 0;
     for (; c + 16 <= columns; c += 16) {
-      __m512i x[16], y[16];
+      t_words x[16], y[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(from + (long)(r + i) * columns + c);
+      for (int i = 0; i < 16; i++) x[i] = *(const t_words*)(from + (long)(r + i) * columns + c);
 #pragma GCC unroll 8
       for (int i = 0; i < 8; i++) {
-        y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+        y[2 * i] = T_MERGE(T_LOW_WORDS, x[2 * i], x[2 * i + 1]);
+        y[2 * i + 1] = T_MERGE(T_HIGH_WORDS, x[2 * i], x[2 * i + 1]);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
-        x[4 * i] = _mm512_unpacklo_epi64(y[4 * i], y[4 * i + 2]);
-        x[4 * i + 1] = _mm512_unpackhi_epi64(y[4 * i], y[4 * i + 2]);
-        x[4 * i + 2] = _mm512_unpacklo_epi64(y[4 * i + 1], y[4 * i + 3]);
-        x[4 * i + 3] = _mm512_unpackhi_epi64(y[4 * i + 1], y[4 * i + 3]);
+        x[4 * i] = T_MERGE(T_LOW_PAIRS, y[4 * i], y[4 * i + 2]);
+        x[4 * i + 1] = T_MERGE(T_HIGH_PAIRS, y[4 * i], y[4 * i + 2]);
+        x[4 * i + 2] = T_MERGE(T_LOW_PAIRS, y[4 * i + 1], y[4 * i + 3]);
+        x[4 * i + 3] = T_MERGE(T_HIGH_PAIRS, y[4 * i + 1], y[4 * i + 3]);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
-        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-        y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+        y[i] = T_MERGE(T_EVEN_FOURS, x[i], x[i + 4]);
+        y[i + 4] = T_MERGE(T_ODD_FOURS, x[i], x[i + 4]);
+        y[i + 8] = T_MERGE(T_EVEN_FOURS, x[i + 8], x[i + 12]);
+        y[i + 12] = T_MERGE(T_ODD_FOURS, x[i + 8], x[i + 12]);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < 8; i++) {
-        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+        x[i] = T_MERGE(T_EVEN_FOURS, y[i], y[i + 8]);
+        x[i + 8] = T_MERGE(T_ODD_FOURS, y[i], y[i + 8]);
       }
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + (long)(c + i) * rows + r, x[i]);
+      for (int i = 0; i < 16; i++) *(t_words*)(to + (long)(c + i) * rows + r) = x[i];
     }
     for (; c < columns; c++)
       for (int i = r; i < r + 16; i++) to[(long)c * rows + i] = from[(long)i * columns + c];
@@ -110,10 +122,27 @@ T_INLINE void t_dot_f32(const float* a, const float* b, float* c, int rows, int 
 /* a holds bf16 rows, b words of two bf16 rows: [K/2][N] */
 #ifdef __AVX512BF16__
 #define T_FETCH_BF16(WIDTH) \
-  __m512bh v[WIDTH]; \
-  _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) v[j] = (__m512bh)_mm512_loadu_si512(b + k * ldb + 16 * j);
-#define T_STEP_BF16 \
-  s[i][j] = (t_vector)_mm512_dpbf16_ps((__m512)s[i][j], (__m512bh)_mm512_set1_epi32((int)a[i * lda + k]), v[j]);
+  t_vector v[WIDTH]; \
+  _Pragma("GCC unroll 4") for (int j = 0; j < WIDTH; j++) v[j] = *(const t_vector*)(b + k * ldb + 16 * j);
+#define T_STEP_BF16 s[i][j] = t_add_pairs(s[i][j], t_spread(a[i * lda + k]), v[j]);
+
+T_INLINE t_vector t_spread(uint32_t word) {
+  return (t_vector)((t_words){0} + word);
+}
+/* sum + x y of pairs of bf16: what the intrinsic of the long header stands for */
+T_INLINE t_vector t_add_pairs(t_vector sum, t_vector x, t_vector y) {
+#if defined(__clang__)
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+  return sum;
+#else
+#if __GNUC__ >= 13
+  typedef __bf16 pairs __attribute__((vector_size(64)));
+#else
+  typedef short pairs __attribute__((vector_size(64)));
+#endif
+  return (t_vector)__builtin_ia32_dpbf16ps_v16sf(sum, (pairs)x, (pairs)y);
+#endif
+}
 #else
 #define T_FETCH_BF16(WIDTH) \
   t_vector v[WIDTH], w[WIDTH]; \
@@ -126,44 +155,10 @@ T_INLINE void t_dot_f32(const float* a, const float* b, float* c, int rows, int 
 T_DOT_BLOCKS(t_bf16, 2, uint32_t, uint32_t, T_FETCH_BF16, T_STEP_BF16)
 T_DOT_BLOCKS(t_bf16, 1, uint32_t, uint32_t, T_FETCH_BF16, T_STEP_BF16)
 
-/* AMX: a tile register holds 16 rows of 64 bytes, as `a` and `b` lie in memory; two by two tiles of c at a time */
-#ifdef __AMX_BF16__
-T_INLINE void t_tiles_begin(void) {
-  struct { uint8_t palette, row, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } T_ALIGNED config = {1};
-  for (int i = 0; i < 8; i++) { config.bytes[i] = 64; config.rows[i] = 16; }
-  _tile_loadconfig(&config);
-}
-T_INLINE void t_tiles_end(void) { _tile_release(); }
-#define T_TILES(HEIGHT, WIDTH) do { \
-    float *c0 = c + (long)m * columns + n, *c1 = c0 + 16L * columns; \
-    const uint32_t *a0 = a + (long)m * pairs, *a1 = a0 + 16L * pairs; \
-    if (zero) { _tile_zero(0); if (WIDTH > 1) _tile_zero(1); if (HEIGHT > 1) _tile_zero(2); if (HEIGHT * WIDTH > 2) _tile_zero(3); } \
-    else { _tile_loadd(0, c0, stride); if (WIDTH > 1) _tile_loadd(1, c0 + 16, stride); \
-      if (HEIGHT > 1) _tile_loadd(2, c1, stride); if (HEIGHT * WIDTH > 2) _tile_loadd(3, c1 + 16, stride); } \
-    for (int k = 0; k < pairs; k += 16) { \
-      const uint32_t* b0 = b + (long)k * columns + n; \
-      _tile_loadd(4, a0 + k, 4L * pairs); _tile_loadd(6, b0, stride); _tile_dpbf16ps(0, 4, 6); \
-      if (WIDTH > 1) { _tile_loadd(7, b0 + 16, stride); _tile_dpbf16ps(1, 4, 7); } \
-      if (HEIGHT > 1) { _tile_loadd(5, a1 + k, 4L * pairs); _tile_dpbf16ps(2, 5, 6); } \
-      if (HEIGHT * WIDTH > 2) _tile_dpbf16ps(3, 5, 7); \
-    } \
-    _tile_stored(0, c0, stride); if (WIDTH > 1) _tile_stored(1, c0 + 16, stride); \
-    if (HEIGHT > 1) _tile_stored(2, c1, stride); if (HEIGHT * WIDTH > 2) _tile_stored(3, c1 + 16, stride); \
-  } while (0)
-T_CALL void t_dot_tiles(const uint32_t* a, const uint32_t* b, float* c, int rows, int columns, int pairs, int zero) {
-  const long stride = 4L * columns;
-  for (int m = 0; m < rows; m += 32)
-    for (int n = 0; n < columns; n += 32) {
-      if (m + 32 <= rows && n + 32 <= columns) T_TILES(2, 2);
-      else if (m + 32 <= rows) T_TILES(2, 1);
-      else if (n + 32 <= columns) T_TILES(1, 2);
-      else T_TILES(1, 1);
-    }
-}
-#else
-T_INLINE void t_tiles_begin(void) {}
-T_INLINE void t_tiles_end(void) {}
-#endif
+/* AMX: a tile register holds 16 rows of 64 bytes, as `a` and `b` lie in memory */
+void t_tiles_begin(void);
+void t_tiles_end(void);
+void t_dot_tiles(const uint32_t* a, const uint32_t* b, float* c, int rows, int columns, int pairs, int zero);
 
 T_INLINE void t_dot_bf16(const t_bf16* a16, const uint32_t* b, float* c, int rows, int columns, int depth, int zero) {
   const uint32_t* a = (const uint32_t*)a16;
@@ -203,27 +198,6 @@ T_INLINE void t_dot_bf16(const t_bf16* a16, const uint32_t* b, float* c, int row
 
    A block sums up to 16 products at once, each in a vector along k, and reads w in the order of memory. */
 
-/* the sums of sixteen vectors */
-T_INLINE t_vector t_sums(const t_vector* v) {
-#ifdef __AVX512F__
-#define T_PAIRS(N, TYPE, LOW, HIGH, FROM, TO) \
-  _Pragma("GCC unroll 8") for (int i = 0; i < N; i++) \
-    TO[i] = (__m512)LOW((TYPE)FROM[2 * i], (TYPE)FROM[2 * i + 1]) + (__m512)HIGH((TYPE)FROM[2 * i], (TYPE)FROM[2 * i + 1]);
-#define T_EVEN(A, B) _mm512_shuffle_f32x4(A, B, 0x88)
-#define T_ODD(A, B) _mm512_shuffle_f32x4(A, B, 0xdd)
-  __m512 x[8], y[4], z[2], sum[1];
-  T_PAIRS(8, __m512, _mm512_unpacklo_ps, _mm512_unpackhi_ps, v, x)
-  T_PAIRS(4, __m512d, _mm512_unpacklo_pd, _mm512_unpackhi_pd, x, y)
-  T_PAIRS(2, __m512, T_EVEN, T_ODD, y, z)
-  T_PAIRS(1, __m512, T_EVEN, T_ODD, z, sum)
-  return (t_vector)sum[0];
-#else
-  t_vector sums;
-  for (int i = 0; i < 16; i++) sums[i] = t_sum(v[i]);
-  return sums;
-#endif
-}
-
 /* a block needs a register a product, one a row of w and one more */
 #ifdef __AVX512F__
 #define T_ROWS_MOST 8
@@ -235,58 +209,15 @@ T_INLINE t_vector t_sums(const t_vector* v) {
 #define T_ROWS_EACH(DO, NAME, ...) \
   DO(NAME, 1, 4, __VA_ARGS__) DO(NAME, 2, 2, __VA_ARGS__) DO(NAME, 3, 2, __VA_ARGS__) DO(NAME, 4, 2, __VA_ARGS__)
 #endif
-#define T_ROWS_BLOCK(NAME, TOKENS, ROWS, W, LANES, LOAD, STEP) \
-  T_CALL void NAME##_##TOKENS##x##ROWS(const t_vector* x, const W* w, long stride, int depth, float* c, long ldc, int share, int zero) { \
-    t_vector s[16]; \
-    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) s[i] = (t_vector){0}; \
-    for (int k = 0; k < depth / LANES; k++, x += TOKENS) { \
-      t_vector v[ROWS]; \
-      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) { \
-        const W* from = w + r * share * stride + (long)k * LANES; \
-        LOAD(v[r], from) \
-        __builtin_prefetch(from + stride); \
-      } \
-      T_ROWS_STEPS(TOKENS, ROWS, STEP) \
-    } \
-    if (depth % LANES) { \
-      t_vector v[ROWS]; \
-      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) { \
-        W rest[LANES] T_ALIGNED = {0}; \
-        memcpy(rest, w + r * share * stride + depth / LANES * LANES, depth % LANES * sizeof(W)); \
-        LOAD(v[r], rest) \
-      } \
-      T_ROWS_STEPS(TOKENS, ROWS, STEP) \
-    } \
-    const t_vector sums = t_sums(s); \
-    _Pragma("GCC unroll 16") for (int t = 0; t < TOKENS; t++) \
-      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) { \
-        float* sum = c + t * ldc + r * share; \
-        *sum = (zero ? 0 : *sum) + sums[t * ROWS + r]; \
-      } \
-  }
-#define T_ROWS_STEPS(TOKENS, ROWS, STEP) \
-  _Pragma("GCC unroll 8") for (int t = 0; t < TOKENS; t++) { \
-    const t_vector u = x[t]; \
-    _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) STEP(s[t * ROWS + r], u, v[r]) }
+#define T_ROWS_DECLARE(NAME, TOKENS, ROWS, W) T_ROWS_SOME(NAME, TOKENS, W);
+#define T_ROWS_SOME(NAME, TOKENS, W) \
+  void NAME##_##TOKENS(const t_vector* x, const W* w, long stride, int depth, float* c, long ldc, int columns, int zero)
+#define T_ROWS_PACK(NAME, W) void NAME##_pack(t_vector* packed, const W* a, long lda, int tokens, int depth)
 
-/* `packed` takes the vectors of `tokens` rows of a, in the order in which a block reads them */
-#define T_ROWS_PRODUCT(NAME, W, LANES, LOAD, STEP) \
-  T_ROWS_EACH(T_ROWS_BLOCKS, NAME, W, LANES, LOAD, STEP) \
-  T_CALL void NAME##_pack(t_vector* packed, const W* a, long lda, int tokens, int depth) { \
-    for (int k = 0; k < depth; k += LANES) \
-      for (int t = 0; t < tokens; t++, packed++) { \
-        const int some = depth - k < LANES ? depth - k : LANES; \
-        W part[LANES] T_ALIGNED = {0}; \
-        if (some == LANES) { LOAD(*packed, (a + t * lda + k)) continue; } \
-        memcpy(part, a + t * lda + k, some * sizeof(W)); \
-        LOAD(*packed, part) \
-      } \
-  }
-#define T_ROWS_BLOCKS(NAME, TOKENS, ROWS, W, LANES, LOAD, STEP) \
-  T_ROWS_BLOCK(NAME, TOKENS, ROWS, W, LANES, LOAD, STEP) \
-  T_ROWS_BLOCK(NAME, TOKENS, 1, W, LANES, LOAD, STEP)
 /* m rows of a, n of w, k elements of each are there: what a mask leaves out counts as 0, even against infinity */
 #define T_ROWS_DOT(NAME, W) \
+  T_ROWS_EACH(T_ROWS_DECLARE, NAME, W) \
+  T_ROWS_PACK(NAME, W); \
   T_INLINE void NAME(const W* a, const W* w, long stride, float* c, int rows, int columns, int depth, \
                      int m, int n, int k, int zero, t_vector* packed) { \
     const int groups = (m + T_ROWS_MOST - 1) / T_ROWS_MOST, size = groups ? (m + groups - 1) / groups : 0; \
@@ -303,45 +234,15 @@ T_INLINE t_vector t_sums(const t_vector* v) {
     } \
   }
 #define T_ROWS_CASE(NAME, TOKENS, ROWS, ...) \
-  if (rows >= TOKENS && tokens == TOKENS) { \
-    const int share = n / ROWS; \
-    for (int i = 0; i < share; i++) \
-      NAME##_##TOKENS##x##ROWS(x, w + i * stride, stride, k, to + i, columns, share, zero); \
-    for (int i = share * ROWS; i < n; i++) \
-      NAME##_##TOKENS##x1(x, w + i * stride, stride, k, to + i, columns, 0, zero); \
-  }
+  if (rows >= TOKENS && tokens == TOKENS) NAME##_##TOKENS(x, w, stride, k, to, columns, n, zero);
 
-#define T_LOAD_EACH(TO, FROM, CONVERT) { \
-    float each[16] T_ALIGNED; \
-    for (int l = 0; l < 16; l++) each[l] = CONVERT((FROM)[l]); \
-    TO = *(const t_vector*)each; }
-#define T_LOAD_FLOAT(TO, FROM) TO = *(const t_vector*)(FROM);
-#define T_STEP_FLOAT(SUM, X, Y) SUM += X * Y;
 #define T_LANES_t_rows_f32 16
-T_ROWS_PRODUCT(t_rows_f32, float, 16, T_LOAD_FLOAT, T_STEP_FLOAT)
-T_ROWS_DOT(t_rows_f32, float)
-
-#ifdef __AVX512F__
-#define T_LOAD_F16(TO, FROM) TO = (t_vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(FROM)));
-#else
-#define T_LOAD_F16(TO, FROM) T_LOAD_EACH(TO, FROM, t_f16_f32)
-#endif
 #define T_LANES_t_rows_f16 16
-T_ROWS_PRODUCT(t_rows_f16, t_f16, 16, T_LOAD_F16, T_STEP_FLOAT)
-T_ROWS_DOT(t_rows_f16, t_f16)
-
 #ifdef __AVX512BF16__
 #define T_LANES_t_rows_bf16 32
-#define T_STEP_PAIRS(SUM, X, Y) SUM = (t_vector)_mm512_dpbf16_ps((__m512)SUM, (__m512bh)X, (__m512bh)Y);
-T_ROWS_PRODUCT(t_rows_bf16, t_bf16, 32, T_LOAD_FLOAT, T_STEP_PAIRS)
 #else
 #define T_LANES_t_rows_bf16 16
-#ifdef __AVX512F__
-#define T_LOAD_BF16(TO, FROM) \
-  TO = (t_vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(FROM))), 16);
-#else
-#define T_LOAD_BF16(TO, FROM) T_LOAD_EACH(TO, FROM, t_bf16_f32)
 #endif
-T_ROWS_PRODUCT(t_rows_bf16, t_bf16, 16, T_LOAD_BF16, T_STEP_FLOAT)
-#endif
+T_ROWS_DOT(t_rows_f32, float)
+T_ROWS_DOT(t_rows_f16, t_f16)
 T_ROWS_DOT(t_rows_bf16, t_bf16)
