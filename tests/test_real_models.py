@@ -47,9 +47,9 @@ def load(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel
     return model, tokenizer
 
 
-def injected(name: str, dtype: torch.dtype = torch.float32, tokens: int = 1024) -> Any:
+def injected(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     model, _ = load(name, dtype)
-    return trinfer.init_inference(model, dtype=dtype, replace_with_kernel_inject=True, max_out_tokens=tokens)
+    return trinfer.init_inference(model, dtype=dtype, replace_with_kernel_inject=True, **options)
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,8 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="module")
-def references(tokenizer: PreTrainedTokenizerBase) -> list[Reference]:
-    model, _ = load("smollm2")
-    ids = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts()]
-    return [Reference(prompt, *generate_logits(model, prompt)) for prompt in ids]
-
-
-@pytest.fixture(scope="module")
 def engine() -> Any:
-    return injected("smollm2")
+    return injected("smollm2", enable_cuda_graph=True)
 
 
 def assert_same_tokens(references: list[Reference], answers: list[Tensor]) -> None:
@@ -106,23 +99,47 @@ def assert_same_tokens(references: list[Reference], answers: list[Tensor]) -> No
 
 
 @pytest.fixture(scope="module")
-def answers(engine: Any, references: list[Reference]) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and logits of each prompt alone, through the kernels."""
-    return [generate_logits(engine, reference.ids) for reference in references]
+def answers(engine: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each prompt alone, through the kernels: its ids, the new tokens and the logits that chose them."""
+    ids = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts()]
+    return [(prompt, *generate_logits(engine, prompt)) for prompt in ids]
+
+
+@pytest.fixture(scope="module")
+def references(answers: list[tuple[Tensor, Tensor, Tensor]]) -> list[Reference]:
+    """What transformers chooses after the tokens of each answer, all in one forward.
+
+    As long as an answer has chosen the same, these are the tokens that transformers generates.
+    """
+    model, _ = load("smollm2")
+    found = []
+    for ids, tokens, _ in answers:
+        with torch.inference_mode():
+            logits = model(torch.cat([ids, tokens[None, :-1]], -1)).logits[0, ids.shape[1] - 1 :]
+        found.append(Reference(ids, logits.argmax(-1), logits))
+    return found
 
 
 def test_greedy_tokens_of_each_prompt_alone_equal_eager(
-    answers: list[tuple[Tensor, Tensor]], references: list[Reference]
+    answers: list[tuple[Tensor, Tensor, Tensor]], references: list[Reference]
 ) -> None:
-    assert_same_tokens(references, [tokens for tokens, _ in answers])
+    assert_same_tokens(references, [tokens for _, tokens, _ in answers])
+
+
+def test_references_are_what_transformers_generates(references: list[Reference]) -> None:
+    model, _ = load("smollm2")
+    for reference in (references[0], references[-1]):
+        tokens, logits = generate_logits(model, reference.ids)
+        assert torch.equal(tokens, reference.tokens)
+        assert torch.allclose(logits, reference.logits, atol=1e-3)
 
 
 def test_logits_of_every_step_are_close_to_eager(
-    answers: list[tuple[Tensor, Tensor]],
+    answers: list[tuple[Tensor, Tensor, Tensor]],
     references: list[Reference],
     record_property: Callable[[str, object], None],
 ) -> None:
-    pairs = [(logits, r.logits) for (_, logits), r in zip(answers, references, strict=True)]
+    pairs = [(logits, r.logits) for (*_, logits), r in zip(answers, references, strict=True)]
     largest = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
     record_property(
         "measured", f"largest logit difference over {len(pairs)} x {NEW_TOKENS} steps: {largest:.2e}"
@@ -170,7 +187,7 @@ def test_perplexity_in_bfloat16_is_that_of_transformers(
     ids = tokenizer((DATA / "prose.txt").read_text(), return_tensors="pt").input_ids[:, :PROSE_TOKENS]
     assert ids.shape[1] == PROSE_TOKENS
     expected = perplexity(load("smollm2", torch.bfloat16)[0], ids)
-    found = perplexity(injected("smollm2", torch.bfloat16, PROSE_TOKENS), ids)
+    found = perplexity(injected("smollm2", torch.bfloat16, max_out_tokens=PROSE_TOKENS), ids)
     record_property(
         "measured",
         f"bfloat16 perplexity over {PROSE_TOKENS} tokens: {found:.4f}, transformers {expected:.4f}",
