@@ -16,8 +16,8 @@ from trinfer.compat import cache_key
 VOCABULARY = 99
 DEVICE = backend.default_device()
 
-_SMALL = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2}
-_ENCODER = {"hidden_size": 48, "intermediate_size": 100, "num_attention_heads": 3, "num_hidden_layers": 2}
+_SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+_ENCODER = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 _LLAMA = {
     "hidden_size": 72,
     "intermediate_size": 100,
@@ -28,39 +28,39 @@ _LLAMA = {
 }
 
 _GROUPED = _SMALL | {"num_hidden_layers": 2, "max_position_embeddings": 128}
-_FALCON = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+_FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _BART = {
-    "d_model": 48,
+    "d_model": 64,
     "encoder_layers": 2,
     "decoder_layers": 2,
-    "encoder_attention_heads": 3,
-    "decoder_attention_heads": 3,
-    "encoder_ffn_dim": 100,
-    "decoder_ffn_dim": 100,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
     "max_position_embeddings": 64,
 }
 _T5 = {
     # its usual weights are so large that `shake` would take HF itself 4e-4 away from float64
     "initializer_factor": 0.25,
-    "d_model": 48,
+    "d_model": 64,
     "d_kv": 16,
-    "d_ff": 64,
+    "d_ff": 96,
     "num_layers": 2,
-    "num_heads": 3,
+    "num_heads": 4,
     "decoder_start_token_id": 0,
 }
 
 # name -> (model_type, kind, config)
 ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", "CausalLM", {"n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 3}),
+    "gpt2": ("gpt2", "CausalLM", {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}),
     "gptneo": (
         "gpt_neo",
         "CausalLM",
         {
             "max_position_embeddings": 64,
-            "hidden_size": 48,
+            "hidden_size": 64,
             "num_layers": 2,
-            "num_heads": 3,
+            "num_heads": 4,
             "attention_types": [[["global", "local"], 1]],
             "window_size": 4,
         },
@@ -68,17 +68,17 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptj": (
         "gptj",
         "CausalLM",
-        {"n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 3, "rotary_dim": 8},
+        {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     ),
     "neox": (
         "gpt_neox",
         "CausalLM",
         {
             "max_position_embeddings": 64,
-            "hidden_size": 96,
+            "hidden_size": 64,
             "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "intermediate_size": 100,
+            "num_attention_heads": 2,
+            "intermediate_size": 96,
             "rotary_pct": 0.25,
         },
     ),
@@ -87,23 +87,23 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "CausalLM",
         {
             "max_position_embeddings": 64,
-            "hidden_size": 48,
-            "ffn_dim": 100,
+            "hidden_size": 64,
+            "ffn_dim": 96,
             "num_hidden_layers": 2,
-            "num_attention_heads": 3,
+            "num_attention_heads": 4,
             "word_embed_proj_dim": 32,
             "do_layer_norm_before": False,
         },
     ),
-    "bloom": ("bloom", "CausalLM", {"hidden_size": 48, "n_layer": 2, "n_head": 6}),
-    "mpt": ("mpt", "CausalLM", {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}),
+    "bloom": ("bloom", "CausalLM", {"hidden_size": 96, "n_layer": 2, "n_head": 6}),
+    "mpt": ("mpt", "CausalLM", {"d_model": 96, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}),
     "falcon": (
         "falcon",
         "CausalLM",
         {
-            "hidden_size": 48,
+            "hidden_size": 64,
             "num_hidden_layers": 2,
-            "num_attention_heads": 6,
+            "num_attention_heads": 4,
             "num_kv_heads": 2,
             "new_decoder_architecture": True,
         },
@@ -192,11 +192,11 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "CausalLM",
         _GROUPED | {"use_parallel_residual": False, "rotary_pct": 0.5},
     ),
-    "bigcode": ("gpt_bigcode", "CausalLM", {"n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 3}),
+    "bigcode": ("gpt_bigcode", "CausalLM", {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}),
     "bigcode_mha": (
         "gpt_bigcode",
         "CausalLM",
-        {"n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 3, "multi_query": False},
+        {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "multi_query": False},
     ),
     "codegen": (
         "codegen",
@@ -208,18 +208,18 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "CausalLM",
         {
             "max_position_embeddings": 64,
-            "hidden_size": 48,
-            "ffn_dim": 100,
+            "hidden_size": 64,
+            "ffn_dim": 96,
             "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "word_embed_proj_dim": 48,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 64,
         },
     ),
     "bloom_post": (
         "bloom",
         "CausalLM",
         {
-            "hidden_size": 48,
+            "hidden_size": 96,
             "n_layer": 2,
             "n_head": 6,
             "apply_residual_connection_post_layernorm": True,
@@ -241,7 +241,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "electra": ("electra", "MaskedLM", _ENCODER | {"embedding_size": 32}),
     "megatron_bert": ("megatron-bert", "MaskedLM", _ENCODER),
     "megatron_bert_decoder": ("megatron-bert", "CausalLM", _ENCODER | {"is_decoder": True}),
-    "distilbert": ("distilbert", "MaskedLM", {"dim": 48, "hidden_dim": 100, "n_layers": 2, "n_heads": 3}),
+    "distilbert": ("distilbert", "MaskedLM", {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4}),
     "modernbert": (
         "modernbert",
         "MaskedLM",

@@ -68,6 +68,21 @@ def test_gemv_of_two_inputs_matches_ref(variant, M, N, columns, seed):
     assert_close(y, expected, dtype)
 
 
+@pytest.mark.parametrize("M", [1, 8, 16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_gemv_of_very_long_rows(M, gated):
+    """28672: the MLP of Llama-3-70B."""
+    x = make((M, 28672), torch.float32, 0)
+    w = (
+        make_weights((40, 40), 28672, torch.float32, 1)
+        if gated
+        else make_weights((40,), 28672, torch.float32, 1)[0]
+    )
+    norm = Norm(make((28672,), torch.float32, 2))
+    options = {"gated": gated, "norm": norm}
+    assert_close(gemv(x, w, **options), truth(gemv_ref, x, w, **options), torch.float32)
+
+
 @pytest.mark.parametrize("op", [gemv, matmul])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("M", [1, 5, 16])

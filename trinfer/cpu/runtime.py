@@ -11,8 +11,10 @@ from trinfer.cpu.build import build, version
 
 @functools.cache
 def runtime() -> ctypes.CDLL:
-    """The compiled `runtime.c`, and for the kernels `tiles.c`; its OpenMP calls bind to the library that torch
-    has loaded: one pool of threads."""
+    """The compiled `runtime.c`, and `tiles.c` for the kernels.
+
+    Its OpenMP calls bind to the library that torch has loaded: one pool of threads.
+    """
     _load_openmp()
     shared_library("tiles", ctypes.RTLD_GLOBAL)
     library = shared_library("runtime")

@@ -317,7 +317,7 @@ def _default(key: _Key) -> Config:
         if key.is_transposed:
             return _config(1, 64, 16)
         blocks = whole_rows(key.dtype, key.rows, key.N, key.K, key.has_norm)
-        return _config(*blocks, SPANS_K=True)
+        return _config(*blocks, SPANS_K=blocks[2] >= key.K)
     # float32 rows that are normalised on the way take registers: with larger blocks they spill
     is_tight = key.has_norm and key.dtype == torch.float32
     if key.rows > 1:

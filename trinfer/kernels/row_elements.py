@@ -9,9 +9,16 @@ from trinfer.kernels.elements import dot
 from trinfer.kernels.norm_elements import normalise, row_statistics
 from trinfer.kernels.op import next_power_of_2
 
+# of a tile of rows, which a program holds on the stack of a CPU twice, as they are and packed, beside weights
+_MOST_ELEMENTS = 1 << 18
+# (BLOCK_M, BLOCK_N, BLOCK_K) of rows that are longer
+_IN_BLOCKS = 16, 32, 1024
+
 
 def whole_rows(dtype: torch.dtype, M: int, N: int, K: int, has_norm: bool) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, BLOCK_K) on a CPU, which reads whole rows of a weight where they lie.
+
+    Many very long rows of x come in blocks of K, that is, with BLOCK_K < K.
 
     Each program copies, and perhaps normalises, all rows of x. Timed on one Zen 4 core (AVX-512), a SmolLM2
     step with 8 rows of bfloat16: 22.4 ms with 256 rows of weights a program, 25.9 with 128, 28.5 with 64;
@@ -20,11 +27,17 @@ def whole_rows(dtype: torch.dtype, M: int, N: int, K: int, has_norm: bool) -> tu
     # products of shorter tiles copy the weight
     columns = max(256, triton.next_power_of_2(K))
     # the sanitizer copies these rows to the stack
-    most = min(256 if M > 2 and has_norm else 128, (1 << (17 if dtype == torch.float32 else 18)) // columns)
+    size = 1 << (17 if dtype == torch.float32 or columns > 1 << 14 else 18)
+    most = min(256 if M > 2 and has_norm else 128, size // columns)
     share = N // (2 * torch.get_num_threads())
     # rows that are not there cost little; few kinds of blocks are few compilations
     block = 1 if M == 1 else 4 if M <= 4 else 16
-    return block, max(16, min(most, 1 << max(5, share.bit_length() - 1))), columns
+    if block * columns > _MOST_ELEMENTS:
+        block = next_power_of_2(M)
+    if block * columns > _MOST_ELEMENTS:
+        return _IN_BLOCKS
+    least = max(1, min(16, _MOST_ELEMENTS // 2 // columns))
+    return block, max(least, min(most, 1 << max(5, share.bit_length() - 1))), columns
 
 
 def hold_rows(config: Config, M: int, of_two: bool = False) -> Config:
@@ -35,7 +48,11 @@ def hold_rows(config: Config, M: int, of_two: bool = False) -> Config:
     if not config["SPANS_K"]:
         return config
     if of_two:
-        config = {**config, "BLOCK_N": max(16, config["BLOCK_N"] // 2)}
+        if max(config["BLOCK_M"], M) * config["BLOCK_K"] > _MOST_ELEMENTS // 2:
+            keys = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
+            return {**config, **dict(zip(keys, _IN_BLOCKS, strict=True)), "SPANS_K": False}
+        rows = config["BLOCK_N"]
+        config = {**config, "BLOCK_N": max(min(16, rows), rows // 2)}
     return config if config["BLOCK_M"] >= M else {**config, "BLOCK_M": next_power_of_2(M)}
 
 
