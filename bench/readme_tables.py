@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from trinfer.config import DEPRECATED, UNBUILT, InferenceConfig
 from trinfer.config.section import Section
 from trinfer.kernels import OPS, Op
+from trinfer.survey import survey
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS = README.parent / "bench" / "results"
@@ -130,7 +132,18 @@ def times(ratio: float) -> str:
     return f"{ratio:.0f}" if ratio >= 100 else f"{ratio:.2f}"
 
 
+def architecture_table() -> str:
+    """What `trinfer plan --all` says, as Markdown."""
+    header = ("architecture", "layers run", "launches a layer", "step", "attention", "kept, and why")
+    lines = [f"| {' | '.join(header)} |", "|---|---|---|---|---|---|"]
+    for row in survey():
+        name, _, *cells = row.cells()
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return f"With transformers {transformers.__version__}:\n\n" + "\n".join(lines) + "\n"
+
+
 TABLES = {
+    "architecture": architecture_table,
     "config": config_tables,
     "kernel": kernel_table,
     "model": model_tables,

@@ -99,7 +99,6 @@ STAYS = {
     "deepseek_v2": {"DeepseekV2Attention"},
     "deepseek_v2_groups": {"DeepseekV2Attention"},
     "deepseek_v3": {"DeepseekV3Attention"},
-    "distilbert": {"CrossEntropyLoss"},
     "gemma": {"GemmaTextScaledWordEmbedding"},
     "gemma2": {"Gemma2TextScaledWordEmbedding"},
     "gemma3_text": {"Gemma3TextScaledWordEmbedding"},

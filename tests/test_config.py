@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from pydantic import ValidationError
 from torch import nn
 
@@ -588,4 +589,6 @@ def test_every_field_says_what_it_means() -> None:
 
 def test_readme_tables_are_those_of_the_config() -> None:
     text = README.read_text()
+    if f"With transformers {transformers.__version__}:" not in text:
+        pytest.skip("the table of architectures is that of another version of transformers")
     assert text == with_tables(text), "run: python bench/readme_tables.py"

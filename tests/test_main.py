@@ -89,6 +89,15 @@ def test_plan_of_a_gguf_file(gguf: str, capsys: Capture) -> None:
     assert "LlamaForCausalLM (llama)" in out and "model.layers.{0..1}.mlp" in out
 
 
+def test_plan_of_all_architectures(capsys: Capture) -> None:
+    assert main(["plan", "--all"]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in out.splitlines()[4:]}
+    assert lines.keys() == trinfer.ARCHITECTURES.keys()
+    assert "LlamaForCausalLM" in lines["llama"] and "launches" in lines["llama"]
+    assert "part by part" in lines["mixtral"] and "its MLP is a mixture of experts" in lines["mixtral"]
+
+
 def mistakes(gguf: str, bert: str, folder: str) -> list[tuple[list[str], str]]:
     generate = ["generate", "--max-new-tokens", "4", "--model"]
     return [
@@ -131,6 +140,8 @@ def test_damaged_file_is_one_line_and_exit_code_2(gguf: str, capsys: Capture) ->
         ([], "required: command"),
         (["sing"], "invalid choice: 'sing'"),
         (["generate", "hi"], "required: --model"),
+        (["plan"], "one of the arguments --all --model is required"),
+        (["plan", "--all", "--model", "smollm2"], "not allowed with argument"),
         (["generate", "--model", "smollm2"], "required: prompt"),
         (["generate", "--model", "smollm2", "--dtype", "fp8", "hi"], "invalid choice: 'fp8'"),
         (["generate", "--model", "smollm2", "--max-new-tokens", "0", "hi"], "'0' is no positive number"),

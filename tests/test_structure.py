@@ -18,7 +18,7 @@ PACKAGE = ROOT / "trinfer"
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_KERNEL_PARAMETERS, MAX_NESTING = 400, 40, 120, 20, 3
 MAY_IMPORT_TRANSFORMERS = {
     "compat", "layers/attention", "layers/moe", "cache", "rewrite", "checkpoint", "generation", "engine",
-    "warmup", "__main__",
+    "survey", "warmup", "__main__",
 }  # fmt: skip
 MAY_PRINT = {"__main__", "warmup"}
 # what makes a kernel file: everything in kernels/ but the record, the shared element functions and the door;

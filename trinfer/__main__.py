@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 import trinfer
-from trinfer import backend, checkpoint, cpu, warmup
+from trinfer import backend, checkpoint, cpu, survey, warmup
 from trinfer.autotune import lookup, table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--no-kernels", action="store_true", help="plain transformers, to compare with")
     plan = commands.add_parser("plan", help="show what would be swapped, without reading a weight")
     plan.set_defaults(prepare=prepare_plan)
-    _add_model(plan)
+    which = plan.add_mutually_exclusive_group(required=True)
+    which.add_argument("--all", action="store_true", help="a table of every architecture that has a row")
+    _add_model(plan, which)
     tuned = commands.add_parser("warmup", help="tune every launch of a model, and keep what was found")
     tuned.set_defaults(prepare=warmup.prepare)
     warmup.add_arguments(tuned)
@@ -81,10 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
+def _add_model(command: argparse.ArgumentParser, group: Any = None) -> None:
+    """Arguments that name a model; one of `group` where a command needs none."""
     names = ", ".join(checkpoint.NAMED_MODELS)
-    command.add_argument(
-        "--model", required=True, metavar="M", help=f"{names}, a Hugging Face folder or a .gguf file"
+    (group or command).add_argument(
+        "--model", required=group is None, metavar="M", help=f"{names}, a Hugging Face folder or a .gguf file"
     )
     command.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: fp32")
 
@@ -228,6 +231,8 @@ def ran_where(engine: Any, launches: Counter[str]) -> str:
 
 def prepare_plan(args: argparse.Namespace) -> Run:
     """Make the plan on the meta device and return its printing."""
+    if args.all:
+        return lambda: run_survey(DTYPES[args.dtype])
     model = checkpoint.meta_model(args.model, DTYPES[args.dtype])
     plan = trinfer.make_plan(model, dtype=DTYPES[args.dtype], replace_with_kernel_inject=True)
 
@@ -236,6 +241,13 @@ def prepare_plan(args: argparse.Namespace) -> Run:
         return 0
 
     return run
+
+
+def run_survey(dtype: torch.dtype) -> int:
+    """Print the table of architectures."""
+    rows = tqdm(survey.survey(dtype), total=len(trinfer.ARCHITECTURES), leave=False)
+    print(survey.table(list(rows)))
+    return 0
 
 
 def prepare_cache(args: argparse.Namespace) -> Run:

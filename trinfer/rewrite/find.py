@@ -159,6 +159,8 @@ def _decoder(
 ) -> records.Decoder | str:
     """What a decode step of launches must know, or why there is none."""
     blocks = {step.path: step.record for step in swaps if isinstance(step.record, records.Block)}
+    if arch is not None and arch.decoder is not None:
+        return "its decoder attends to an encoder as well"
     if arch is None or not blocks:
         return "no row for it" if arch is None else "its layers run part by part"
     if not isinstance(model, GenerationMixin):

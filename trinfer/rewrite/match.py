@@ -37,7 +37,7 @@ ACTIVATIONS = {
 
 # subclasses of nn.Linear in transformers that compute what it computes
 LINEARS = ("FalconLinear",)
-
+IDLE = nn.Dropout | nn.Identity | nn.ModuleList | nn.ModuleDict | nn.CrossEntropyLoss
 PLAIN_CLASSES = (
     "nn.Linear, Conv1D, nn.Conv2d over patches, nn.LayerNorm, nn.Embedding, "
     "nn.GELU, nn.SiLU, nn.ReLU or an HF activation"
@@ -172,8 +172,8 @@ def has(module: nn.Module, path: str) -> bool:
 
 
 def computes(module: nn.Module) -> bool:
-    """False for leaves that hand their input on while a model is in eval mode."""
-    return not isinstance(module, nn.Dropout | nn.Identity | nn.ModuleList | nn.ModuleDict)
+    """False for leaves that hand their input on while a model is in eval mode, and for losses."""
+    return not isinstance(module, IDLE)
 
 
 def strange_weights(module: nn.Module) -> str:
