@@ -11,8 +11,8 @@ VENV ?= .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check --quiet
 # an exact version takes the small CPU build of torch
 TORCH := $(shell grep '^torch==' constraints.txt)
-# tests share nothing but the cache of compiled kernels; some groups share a loaded model
-PARALLEL := --numprocesses auto --dist loadgroup
+# tests share nothing but the cache of compiled kernels; those of a file may share a loaded model
+PARALLEL := --numprocesses auto --dist loadfile
 INSTALL := $(PIP) install --constraint constraints.txt $(TORCH)
 
 .DELETE_ON_ERROR:

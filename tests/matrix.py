@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".matrix"
-PARALLEL = ("--numprocesses", "auto", "--dist", "loadgroup", "-q")
+PARALLEL = ("--numprocesses", "auto", "--dist", "loadfile", "-q")
 KERNELS = (("pytest", *PARALLEL, "tests/cpu", "tests/kernels", "tests/aot"), ("tests.aot",))
 MODELS = (
     ("pytest", *PARALLEL, "tests", "--ignore=tests/cpu", "--ignore=tests/kernels", "--ignore=tests/aot"),

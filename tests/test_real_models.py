@@ -25,8 +25,7 @@ BATCH = 5
 LARGEST_LOGIT_DIFFERENCE = 1e-3
 PROSE_TOKENS = 2000
 
-# one process: the answers of transformers are computed once
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real models")]
+pytestmark = pytest.mark.slow
 
 
 def prompts() -> list[str]:

@@ -8,11 +8,7 @@ from trinfer import backend
 from trinfer.backend.targets import TARGETS, Facts
 from trinfer.kernels import OPS
 
-pytestmark = [
-    pytest.mark.skipif(not backend.has_triton(), reason="triton is not installed"),
-    # one process: everything is compiled once
-    pytest.mark.xdist_group("compile gate"),
-]
+pytestmark = pytest.mark.skipif(not backend.has_triton(), reason="triton is not installed")
 
 
 ids = [op.name for op in OPS]
