@@ -374,6 +374,46 @@ def test_linears_of_other_libraries() -> None:
     assert torch.allclose(engine(x), expected, atol=1e-4)
 
 
+class Adapted(nn.Module):
+    """A linear with a low-rank adapter beside it, as PEFT wraps them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.base_layer(x) + 2 * self.up(self.down(x))
+
+    def merged(self) -> nn.Linear:
+        with torch.no_grad():
+            self.base_layer.weight += 2 * self.up.weight @ self.down.weight
+        return self.base_layer
+
+
+def test_adapters_run_beside_the_kernels_and_merged_ones_leave_no_trace() -> None:
+    model = make("llama")
+    torch.manual_seed(1)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj).to(DEVICE)
+        layer.mlp.down_proj = Adapted(layer.mlp.down_proj).to(DEVICE)
+    ids = token_ids(2, 9)
+    expected = reference(model)(ids).logits
+    engine = engine_of(model)
+    assert torch.allclose(engine(ids).logits, expected, atol=1e-4)
+    assert why_kept(engine.plan, "model.layers.0.self_attn").startswith("q_proj is a Adapted of tests")
+    # what is inside and beside the adapters runs through kernels
+    assert {"model.layers.0.self_attn.q_proj.up", "model.layers.0.mlp.up_proj"} <= {*paths_of(engine.plan)}
+    engine.destroy()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = layer.self_attn.q_proj.merged()
+        layer.mlp.down_proj = layer.mlp.down_proj.merged()
+    merged = engine_of(model)
+    assert merged.plan.step.startswith("kernels")
+    assert torch.allclose(merged(ids).logits, expected, atol=1e-4)
+
+
 def test_hooks_and_forwards_of_instances_keep_a_part() -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)

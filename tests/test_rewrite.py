@@ -294,7 +294,10 @@ def test_changed_parts_are_kept_with_their_reason_and_stay_right() -> None:
     layers[1].mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
     plan = plan_of(model)
     assert "its forward is defined in tests.test_rewrite" in why_kept(plan, "model.layers.0.mlp")
-    assert why_kept(plan, "model.layers.0.self_attn") == "k_proj is a HalfLinear, not a plain Linear"
+    assert (
+        why_kept(plan, "model.layers.0.self_attn")
+        == "k_proj is a HalfLinear of tests.test_rewrite, not a plain Linear"
+    )
     assert "on the instance" in why_kept(plan, "model.layers.1.self_attn")
     assert "up_proj has forward hooks" in why_kept(plan, "model.layers.1.mlp")
     assert "model.layers.1.mlp.up_proj" in paths_of(plan, "linear")

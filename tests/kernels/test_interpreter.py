@@ -24,10 +24,24 @@ def test_u106_interpreter_agrees(name, results):
 @pytest.fixture(scope="module")
 def results():
     """What each case of `interpreted.py` says when it runs interpreted."""
+    printed = run_python("-m", "tests.kernels.interpreted", TRITON_INTERPRET="1")
+    return dict(line.split(": ", 1) for line in printed.splitlines() if ": " in line)
+
+
+def run_python(*arguments, **variables):
+    """What a process of its own prints."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tests.kernels.interpreted"]
+    environment = os.environ | variables | {"PYTHONPATH": path}
+    command = [sys.executable, *arguments]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    return dict(line.split(": ", 1) for line in run.stdout.splitlines() if ": " in line)
+    return run.stdout
+
+
+def test_u105_kernels_import_and_run_where_no_gpu_is_seen():
+    code = (
+        "import torch, trinfer.kernels as k; print(k.activation(torch.tensor([-1.0, 2.0]), 'relu').tolist())"
+    )
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    assert run_python("-c", code, **hidden).strip() == "[0.0, 2.0]"

@@ -201,7 +201,7 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> str:
         if child is None:
             return f"has no {name}"
         if type(child) is not Conv1D and not is_linear(child):
-            return f"{name} is a {type(child).__name__}, not a plain Linear"
+            return f"{name} is a {type(child).__name__} of {type(child).__module__}, not a plain Linear"
         if problem := strange_weights(child):
             return f"{name}: {problem}"
     kinds = {type(getattr(module, name)) is Conv1D for name in names}
