@@ -80,7 +80,7 @@ def calls_of(op: Op, sizes: dict[str, int], dtype: torch.dtype) -> Iterator[Call
     """The launches of an op, one of each key."""
     taken = inspect.signature(op.inputs).parameters
     many: tuple[int, ...] = ROWS if "M" in taken else (1,)
-    if op.name.endswith("gemv") or op.name == "lm_head":
+    if op.name.endswith("gemv") or op.name in ("lm_head", "router"):
         many = tuple(rows for rows in ROWS if rows <= FEW_ROWS)
     with collect() as calls, torch.no_grad():
         for rows in many:

@@ -41,7 +41,7 @@ def rows_of(op: Op) -> tuple[int, ...]:
     names = inspect.signature(op.inputs).parameters
     if "M" not in names:
         return (TOKEN,)
-    return (TOKEN,) if op.name.endswith("gemv") or op.name == "lm_head" else (TOKEN, PROMPT)
+    return (TOKEN,) if op.name.endswith("gemv") or op.name in ("lm_head", "router") else (TOKEN, PROMPT)
 
 
 def inputs(

@@ -33,6 +33,7 @@ SHARED = (
     "heads",
     "argmax_elements",
     "quant_elements",
+    "routing_elements",
 )
 NOT_AN_OP = {"__init__", *SHARED}
 # heavy and optional: these may be imported inside a function

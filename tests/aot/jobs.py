@@ -194,7 +194,7 @@ def rows_of(op: Op) -> tuple[int, ...]:
     """The row counts that an op is compiled for."""
     if "M" not in inspect.signature(op.inputs).parameters:
         return (1,)
-    return ROWS[:2] if op.name.endswith("gemv") or op.name == "lm_head" else ROWS
+    return ROWS[:2] if op.name.endswith("gemv") or op.name in ("lm_head", "router") else ROWS
 
 
 def defaults(targets: tuple[str, ...], dtypes: tuple[str, ...] = tuple(DTYPES)) -> Iterator[Job]:

@@ -131,6 +131,11 @@ def choices(dtype):
         expected = kernels.routing_ref(logits, 3, renormalize=True, **options)
         assert torch.equal(ids, expected[0])
         assert_close(weights, expected[1], torch.float32)
+        choice_bias = options.pop("bias", None)
+        given = (make((3, 34), dtype, 2), make_weights((12,), 34, dtype, 3)[0], 3, None, choice_bias)
+        found, *choice = kernels.router(*given, **options)
+        assert_close(found, truth(kernels.router_ref, *given, **options)[0], dtype)
+        assert all(map(torch.equal, choice, kernels.routing(found, 3, choice_bias, **options)))
         sorted_pairs = zip(kernels.sort_by_expert(ids, 12), kernels.sort_by_expert_ref(ids, 12), strict=True)
         assert all(torch.equal(a, e) for a, e in sorted_pairs)
 

@@ -50,6 +50,8 @@ from trinfer.kernels.rms_norm import OP as RMS_NORM
 from trinfer.kernels.rms_norm import rms_norm, rms_norm_ref
 from trinfer.kernels.rotary import OP as ROTARY
 from trinfer.kernels.rotary import rotary, rotary_ref
+from trinfer.kernels.router import OP as ROUTER
+from trinfer.kernels.router import router, router_ref
 from trinfer.kernels.routing import OP as ROUTING
 from trinfer.kernels.routing import routing, routing_ref
 from trinfer.kernels.scores import alibi_slopes
@@ -80,6 +82,7 @@ OPS: tuple[Op, ...] = (
     QUANT_MATMUL,
     RMS_NORM,
     ROTARY,
+    ROUTER,
     ROUTING,
     SOFTMAX,
     SORT_BY_EXPERT,
@@ -137,6 +140,8 @@ __all__ = [
     "rms_norm_ref",
     "rotary",
     "rotary_ref",
+    "router",
+    "router_ref",
     "routing",
     "routing_ref",
     "silu_mul",

@@ -8,6 +8,7 @@ from torch import Tensor
 from trinfer.kernels.combine_experts import combine_experts
 from trinfer.kernels.grouped_gemv import MAX_PAIRS, grouped_gemv
 from trinfer.kernels.grouped_matmul import grouped_matmul
+from trinfer.kernels.router import MAX_TOKENS, router
 from trinfer.kernels.routing import routing
 from trinfer.kernels.softmax import softmax
 from trinfer.kernels.sort_by_expert import sort_by_expert
@@ -16,25 +17,28 @@ from trinfer.layers.read import gate_and_up
 
 
 def router_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits, weights, experts) of each token in two launches: a product and a choice."""
+    """(logits, weights, experts) of each token: of few in one launch, of many a product and a choice."""
     names = self._trinfer
-    x = args[0] if args else kwargs[names.input]
+    x = (args[0] if args else kwargs[names.input]).flatten(0, -2)
     weight, bias = self.weight, getattr(self, names.bias) if names.bias else None
+    choice_bias = getattr(self, names.choice_bias).float() if names.choice_bias else None
+    rule: dict[str, Any] = {
+        "scoring": names.scoring,
+        "renormalize": names.renormalize,
+        "scale": names.scale,
+        "num_groups": names.num_groups,
+        "kept_groups": names.kept_groups,
+        "group_best": names.group_best,
+    }
+    if len(x) <= MAX_TOKENS:
+        logits, ids, weights = router(
+            x, weight, names.top_k, bias, choice_bias, is_wide=names.is_wide, **rule
+        )
+        return logits, weights, ids
     if names.is_wide:
         x, weight = x.float(), weight.float()
-    logits = product(x.flatten(0, -2), (weight,), None if bias is None else (bias,))
-    choice_bias = getattr(self, names.choice_bias).float() if names.choice_bias else None
-    ids, weights = routing(
-        logits,
-        names.top_k,
-        choice_bias,
-        scoring=names.scoring,
-        renormalize=names.renormalize,
-        scale=names.scale,
-        num_groups=names.num_groups,
-        kept_groups=names.kept_groups,
-        group_best=names.group_best,
-    )
+    logits = product(x, (weight,), None if bias is None else (bias,))
+    ids, weights = routing(logits, names.top_k, choice_bias, **rule)
     return logits, weights, ids
 
 

@@ -199,7 +199,7 @@ def _rule(module: nn.Module, probes: probe.Probes) -> Found | str:
         if _same_choice(*_routed(copied, record, logits), weights, ids):
             groups = f", {record.kept_groups} of {record.num_groups} groups" if record.num_groups > 1 else ""
             rule = f"{record.top_k} of {len(copied.get_parameter('weight'))} by {record.scoring}{groups}"
-            return Found("gemv | matmul, routing", "router", record, f"{rule}; tried out")
+            return Found("router | matmul, routing", "router", record, f"{rule}; tried out")
     return "chooses by a rule that the kernel does not have"
 
 
