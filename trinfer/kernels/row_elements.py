@@ -20,9 +20,8 @@ def whole_rows(dtype: torch.dtype, M: int, N: int, K: int, has_norm: bool) -> tu
 
     Many very long rows of x come in blocks of K, that is, with BLOCK_K < K.
 
-    Each program copies, and perhaps normalises, all rows of x. Timed on one Zen 4 core (AVX-512), a SmolLM2
-    step with 8 rows of bfloat16: 22.4 ms with 256 rows of weights a program, 25.9 with 128, 28.5 with 64;
-    with one row 12.6 with 128, 13.4 with 64.
+    Each program copies, and perhaps normalises, all rows of x: several rows want more rows of the weight a
+    program than one does, and `python -m bench.tune` tells how near a search these blocks are.
     """
     # products of shorter tiles copy the weight
     columns = max(256, triton.next_power_of_2(K))

@@ -55,9 +55,9 @@ class Plan:
     """Everything that `init_inference` will do to a model; made without touching it, printed as a table.
 
     `step` says what runs one decode step: the launches that `decoder` describes, or `model.forward` and why.
-    `attention` is the attention implementation that undoing comes back
-    to, None if the plan does not change it; `training` are the modules found in training mode; `transposed`
-    are the linears whose weights are laid out as [in, out].
+    `attention` is the attention implementation that undoing comes back to, None if the plan does not change
+    it; `training` are the modules found in training mode; `transposed` are the linears whose weights are laid
+    out as [in, out].
     """
 
     mode: Mode
