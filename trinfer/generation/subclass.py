@@ -28,6 +28,8 @@ STEP_ARGUMENTS = {
 }
 # how transformers carries a call on; a model with its own way takes transformers' loop
 CARRIES_ON = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# models whose own way differs for a static cache only, which trinfer's loop is never given: up to 5.17
+AS_USUAL = {"BloomForCausalLM"}
 # models whose own way is to forget the cache where a rotary table that depends on the length changes
 STARTS_ANEW = {"Phi3ForCausalLM"}
 # layer kinds whose state is keys and values of the whole sequence
@@ -210,9 +212,10 @@ def carries_on_as_usual(model: Any) -> bool:
     """True if nothing but transformers' own code, or what does the same, prepares the next step of a call."""
     if all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in CARRIES_ON):
         return True
-    decoder = model._trinfer_decoder
-    is_known = type(model)._trinfer_original.__name__ in STARTS_ANEW
-    return is_known and decoder is not None and not decoder.is_length_dependent(model)
+    decoder, name = model._trinfer_decoder, type(model)._trinfer_original.__name__
+    if name in AS_USUAL:
+        return True
+    return name in STARTS_ANEW and decoder is not None and not decoder.is_length_dependent(model)
 
 
 def _rebuild(original: type[nn.Module], limits: Limits) -> nn.Module:
