@@ -46,6 +46,12 @@ def main() -> int:
         table("Configurations that may be tuned", tunable)
     faulty = [f"{r.job}: {fault}" for r in shipped for fault in r.faults]
     faulty += [f"{r.job}: {r.error}" for r in tunable if r.error]
+    outside = [f.spilled_bytes for r in shipped if not r.faults for f in r.facts if f.spilled_bytes]
+    if outside:
+        print(
+            f"\n{len(outside)} defaults spill up to {max(outside)} bytes outside of their inner loops: "
+            f"triton {triton.__version__} is not the pinned one, for which they are made"
+        )
     everything = [*shipped, *tunable]
     print(
         f"\n{len(everything)} compilations in {time.monotonic() - start:.0f} s: "

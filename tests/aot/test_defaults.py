@@ -53,13 +53,20 @@ def test_gate_outlives_a_compiler_that_ends_its_process(monkeypatch):
     assert [r.error for r in results] == ["the compiler ended its process with status -6"] * 2
 
 
-def test_faults_of_a_default():
+def test_faults_of_a_default(monkeypatch):
+    monkeypatch.setattr("tests.aot.jobs.is_pinned", lambda: True)
     fine = Facts("k", 32, 0, 1024, True, True, True, 0.1)
     job = Job("matmul", "sm_90", "llama3", 512, "bf16")
     assert Result(job, (fine,)).faults == []
     spilling = Facts("k", 255, 16, TARGETS["sm_90"].shared_bytes + 1, True, False, True, 0.1)
     assert len(Result(job, (spilling,)).faults) == 3
     assert len(Result(Job("matmul", "sm_90", "llama3", 512, "fp32"), (spilling,)).faults) == 2
+    # of another Triton than the pinned one only what spills in a loop is a fault
+    monkeypatch.setattr("tests.aot.jobs.is_pinned", lambda: False)
+    job = Job("lm_head", "sm_90", "llama3", 1, "fp32")
+    outside, inside = (Facts("k", 255, 8, 0, False, False, True, 0.1, inner_spills=n) for n in (0, 2))
+    assert Result(job, (outside,)).faults == []
+    assert Result(job, (inside,)).faults == ["spills 8 bytes"]
 
 
 def test_jobs_cover_every_op_variant_and_configuration():

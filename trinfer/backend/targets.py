@@ -6,6 +6,7 @@ Triton's own specialisation for a driver that names a target and owns no device.
 
 import contextlib
 import math
+import os
 import re
 import subprocess
 import tempfile
@@ -43,7 +44,11 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What one compiled kernel needs and uses."""
+    """What one compiled kernel needs and uses.
+
+    `inner_spills`: instructions that move what did not fit into registers, inside of the innermost loops; what
+    lies outside of them happens once a program or once a row.
+    """
 
     kernel: str
     registers: int
@@ -53,6 +58,7 @@ class Facts:
     uses_matrix_units: bool
     loads_128_bits: bool
     seconds: float
+    inner_spills: int = 0
 
 
 class NoDevice(DriverBase):
@@ -140,6 +146,7 @@ def _compile(launch: Launch) -> Facts:
     asm = compiled.asm
     if "ptx" in asm:
         registers, spilled = _cubin_resources(asm["cubin"])
+        inner = _inner_spills(asm["cubin"]) if spilled else 0
         matrix = re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", asm["ptx"])
         wide = re.search(
             r"ld\.global\S*\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)|cp\.async\S+ [^;]*, 0x10", asm["ptx"]
@@ -147,6 +154,7 @@ def _compile(launch: Launch) -> Facts:
     else:
         text = asm["amdgcn"]
         registers, spilled = _number("vgpr_count", text), 4 * _number("vgpr_spill_count", text)
+        inner = spilled
         matrix, wide = re.search(r"\bv_mfma", text), re.search(r"(global|buffer)_load_dwordx4", text)
     return Facts(
         kernel=launch.kernel.__name__,
@@ -157,6 +165,7 @@ def _compile(launch: Launch) -> Facts:
         uses_matrix_units=bool(matrix),
         loads_128_bits=bool(wide),
         seconds=round(seconds, 2),
+        inner_spills=inner,
     )
 
 
@@ -167,13 +176,33 @@ def _number(name: str, text: str) -> int:
 
 def _cubin_resources(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and the bytes it keeps in local memory because they did not fit."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _cuobjdump(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     if found is None:
         raise RuntimeError(f"{CUOBJDUMP} printed no resource usage: {text}")
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
+
+
+def _inner_spills(cubin: bytes) -> int:
+    """Loads and stores of local memory in loops that hold no other loop."""
+    code = _cuobjdump(cubin, "--dump-sass")
+    lines = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in lines]
+    # the last branch of a kernel jumps to itself
+    loops = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    innermost = [
+        (a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)
+    ]
+    spills = [at for at, text in lines if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(any(a <= at <= b for a, b in innermost) for at in spills)
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    """What Triton's own cuobjdump prints of a kernel; its disassembler lies beside it."""
+    path = os.pathsep.join([str(CUOBJDUMP.parent), *filter(None, [os.environ.get("PATH")])])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command, environment = [str(CUOBJDUMP), option, file.name], os.environ | {"PATH": path}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
