@@ -151,9 +151,11 @@ TABLES = {
 }
 
 
-def with_tables(text: str) -> str:
-    """The text of the README with its tables made anew."""
+def with_tables(text: str, *left: str) -> str:
+    """The text of the README with its tables made anew, but for those whose names are `left`."""
     for name, table in TABLES.items():
+        if name in left:
+            continue
         begin = f"<!-- begin of the {name} tables (bench/readme_tables.py) -->\n"
         end = f"<!-- end of the {name} tables -->\n"
         head, rest = text.split(begin)

@@ -299,7 +299,7 @@ def holes() -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "bert_decoder"])
+@pytest.mark.parametrize("name", ["llama", "bert", "bert_decoder", "gptneo", "mistral_sw"])
 def test_mask_with_holes_takes_the_bias_path(name: str) -> None:
     model = make(name)
     expected = reference(model)

@@ -1,11 +1,15 @@
 """Options that change what a rewritten model computes, returns or looks like in memory."""
 
 import copy
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import trinfer
 from tests.models import engine_of, inputs_of, make, reference, result, token_ids
@@ -90,7 +94,60 @@ def test_triangular_masking_as_the_architecture_has_it_changes_nothing(is_causal
     assert engine.plan.masking is None
 
 
-@pytest.mark.parametrize("name", ["mpt", "t5", "olmo"])
+def test_triangular_masking_goes_before_the_configuration() -> None:
+    model = make("llama")
+    expected, ids = reference(model), token_ids(2, 9)
+    model.config.is_causal = False
+    engine = engine_of(model, triangular_masking=True)
+    # a hole: its mask is 4-D
+    mask = padding().to(ids.device)
+    mask[1, 4] = 0
+    ours, theirs = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (engine, expected))
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    engine.destroy()
+    assert model.config.is_causal is False
+
+
+def test_masking_that_args_ask_for_is_taken_back() -> None:
+    model = make("llama", is_causal=True)
+    expected, ids = both_ways(reference(model)), token_ids(2, 9)
+    engine = engine_of(model, args={"is_causal": False})
+    assert torch.allclose(engine(ids).logits, expected(ids).logits, atol=1e-4)
+    engine.destroy()
+    assert model.config.is_causal is True
+
+
+def test_attention_of_the_user_that_says_nothing_of_causality_is_kept() -> None:
+    class Own(nn.Module):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+            return hidden_states, None
+
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.self_attn = Own()
+    expected, ids = reference(model), token_ids(1, 5)
+    assert torch.allclose(engine_of(model)(ids).logits, expected(ids).logits, atol=1e-4)
+
+
+def test_what_turned_layers_record() -> None:
+    model = make("bert")
+    engine = engine_of(model, tm=True, enable_cuda_graph=True)
+    inputs = inputs_of("bert", 2, 9)
+    once, twice = (engine(**inputs).logits for _ in range(2))
+    assert torch.equal(once, twice)
+    assert "recorded by shape" in str(engine.plan)
+    with pytest.raises(ValueError, match="enable_cuda_graph=True finds nothing to record"):
+        engine_of(make("llama"), triangular_masking=False, enable_cuda_graph=True)
+
+
+def test_a_turned_decoder_can_be_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRINFER_AUTOTUNE_CACHE", str(tmp_path))
+    options = {"triangular_masking": False, "triton_autotune": True, "max_out_tokens": 2}
+    engine = engine_of(make("llama"), **options)
+    assert engine(token_ids(1, 2)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["mpt", "gptneo", "t5", "olmo"])
 def test_triangular_masking_is_refused_where_it_cannot_hold(name: str) -> None:
     model = make(name)
     with pytest.raises(ValueError, match="triangular_masking=False.*leave triangular_masking out"):
@@ -141,6 +198,50 @@ def test_a_layer_called_by_hand_while_a_model_failed_is_still_by_hand() -> None:
     assert isinstance(model.model.layers[0](x, position_embeddings=turn), tuple)
 
 
+class OwnLoop(LlamaForCausalLM):
+    """A model whose own forward runs the layers, past that of the module which holds them."""
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        inner = self.model
+        x = inner.embed_tokens(input_ids)
+        turn = inner.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        mask = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, -1e9)[None, None]
+        for layer in inner.layers:
+            x = layer(x, attention_mask=mask, position_embeddings=turn)
+        return CausalLMOutputWithPast(logits=self.lm_head(inner.norm(x)))
+
+
+def test_layers_inside_of_any_forward_of_the_model_give_what_its_code_expects() -> None:
+    own, ids = make("llama"), token_ids(2, 9)
+    model = OwnLoop(own.config).eval().to(own.device)
+    model.load_state_dict(own.state_dict())
+    expected = reference(model)(ids).logits
+    assert torch.allclose(engine_of(model)(ids).logits, expected, atol=1e-4)
+    # past __call__, and into a part
+    engine = engine_of(own)
+    assert torch.allclose(engine.module.forward(ids).logits, expected, atol=1e-4)
+    states = engine.module.model.forward(ids).last_hidden_state
+    assert torch.allclose(engine.module.lm_head(states), expected, atol=1e-4)
+    assert "input_ids" in inspect.signature(engine.module.forward).parameters
+
+
+def test_a_layer_called_by_hand_after_an_interrupt_is_still_by_hand() -> None:
+    model = make("llama")
+    engine_of(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.norm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(token_ids(1, 3))
+    handle.remove()
+    x = torch.randn(1, 3, 72, device=model.device)
+    turn = model.model.rotary_emb(x, torch.arange(3, device=x.device)[None])
+    assert isinstance(model.model.layers[0](x, position_embeddings=turn), tuple)
+
+
 def test_return_tuple_is_refused_where_no_whole_layer_is_replaced() -> None:
     with pytest.raises(ValueError, match="return_tuple=False: no whole layer of MixtralForCausalLM"):
         engine_of(make("mixtral"), return_tuple=False)
@@ -174,6 +275,13 @@ def test_transposed_mode_leaves_tied_weights_and_says_so() -> None:
     assert model.lm_head.weight.is_contiguous()
 
 
+def test_transposed_mode_is_refused_where_weights_read_together_are_shared() -> None:
+    model = make("llama")
+    model.model.layers[1].self_attn.q_proj.weight = model.model.layers[0].self_attn.q_proj.weight
+    with pytest.raises(ValueError, match="another module has the weight of model.layers.0.self_attn.q_proj"):
+        engine_of(model, transposed_mode=True)
+
+
 def test_transposed_mode_is_refused_where_every_weight_lies_so_already() -> None:
     with pytest.raises(ValueError, match="transposed_mode=True finds no linear in GPT2LMHeadModel"):
         engine_of(make("gpt2"), transposed_mode=True)
@@ -203,6 +311,7 @@ def test_args_choose_the_variant_of_a_row() -> None:
     ("args", "message"),
     [
         ({"modeltype": "llama"}, r"modeltype \(did you mean model_type\?\), which LlamaConfig does not have"),
+        ({"model_type": "in_house"}, "model_type='in_house' names no row; allowed: bart"),
         ({"vocab_size": 7}, "nothing in the rewriting of this model reads vocab_size"),
     ],
 )

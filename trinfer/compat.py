@@ -246,15 +246,14 @@ def is_known_code(module: nn.Module) -> bool:
 
 
 def has_user_hooks(model: nn.Module) -> bool:
-    """True if a module below `model` has hooks other than trinfer's and those that collect outputs."""
+    """True if a module below `model` has hooks other than those by which transformers collects outputs."""
     hooks = [
         hook
         for module in model.modules()
         if module is not model
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
-    known = ("transformers.utils.output_capturing", "trinfer.layers.block")
-    return any(getattr(hook, "__module__", "") not in known for hook in hooks)
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -19,6 +19,7 @@ from trinfer.compat import dtype_name, kv_shape
 from trinfer.config import InferenceConfig, check_combinations, refuse_unbuilt
 from trinfer.rewrite import Plan
 from trinfer.rewrite import make_plan as plan_of
+from trinfer.rewrite.masking import stops_generation
 from trinfer.tune import refuse_to_tune, tune
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> "Infe
     options, where, plan = prepare(model, config, kwargs)
     refuse_meta(model)
     limits = limits_of(model, options, where)
-    if plan.masking is not None and not plan.masking.is_causal and plan.masking.configured is not False:
+    if plan.masking is not None and stops_generation(plan.masking):
         limits = replace(limits, why_not=BOTH_WAYS)
     with undone_on_failure(model, plan):
         with rotary_frequencies_kept(model):

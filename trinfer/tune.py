@@ -60,7 +60,8 @@ def prompt_limit(model: Any, max_out_tokens: int) -> int:
 
 
 def _generates(model: Any) -> bool:
-    return bool(getattr(model, "can_generate", bool)())
+    limits = getattr(model, "_trinfer_limits", None)
+    return bool(getattr(model, "can_generate", bool)()) and not (limits and limits.why_not)
 
 
 def _run(model: Any, length: int) -> None:

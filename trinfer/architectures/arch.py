@@ -112,6 +112,8 @@ class Arch:
     # the model's own masks are bool and True where a query must not attend; it makes them without asking
     # which attention is chosen
     mask_is_inverted: bool = False
+    # the model's own 4-D masks lack what the attention module itself adds: causality and window
+    mask_is_open: bool = False
 
     # the MLP: `mlp` is the module around it, empty where its linears live in the layer or apart; `gate_up` is
     # a linear whose outputs are those of gate, then those of up

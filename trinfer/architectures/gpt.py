@@ -47,6 +47,7 @@ GPT_NEO = replace(
     sm_scale=1.0,
     window="config.window_size",
     window_where=("attention_type", "local"),
+    mask_is_open=True,
 )
 GPTJ = replace(
     GPT2,

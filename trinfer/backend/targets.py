@@ -6,7 +6,6 @@ Triton's own specialisation for a driver that names a target and owns no device.
 
 import contextlib
 import math
-import os
 import re
 import subprocess
 import tempfile
@@ -46,8 +45,8 @@ TARGETS = {
 class Facts:
     """What one compiled kernel needs and uses.
 
-    `inner_spills`: instructions that move what did not fit into registers, inside of the innermost loops; what
-    lies outside of them happens once a program or once a row.
+    `inner_spills`: instructions in the innermost loops that move what did not fit into registers; elsewhere
+    that happens once a program or once a row.
     """
 
     kernel: str
@@ -191,18 +190,19 @@ def _inner_spills(cubin: bytes) -> int:
     jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in lines]
     # the last branch of a kernel jumps to itself
     loops = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
-    innermost = [
-        (a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)
-    ]
+    innermost = [loop for loop in loops if not any(_holds(loop, other) for other in loops)]
     spills = [at for at, text in lines if re.search(r"\b(LDL|STL)\b", text)]
     return sum(any(a <= at <= b for a, b in innermost) for at in spills)
 
 
+def _holds(loop: tuple[int, int], other: tuple[int, int]) -> bool:
+    return loop != other and loop[0] <= other[0] and other[1] <= loop[1]
+
+
 def _cuobjdump(cubin: bytes, option: str) -> str:
     """What Triton's own cuobjdump prints of a kernel; its disassembler lies beside it."""
-    path = os.pathsep.join([str(CUOBJDUMP.parent), *filter(None, [os.environ.get("PATH")])])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command, environment = [str(CUOBJDUMP), option, file.name], os.environ | {"PATH": path}
+        command, environment = [str(CUOBJDUMP), option, file.name], {"PATH": str(CUOBJDUMP.parent)}
         return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout

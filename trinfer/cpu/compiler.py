@@ -22,7 +22,7 @@ from trinfer.cpu.ttir import parse
 class CPUOptions:
     """Launch options; those that steer a GPU are accepted, so that one launcher serves both.
 
-    Only `enable_fp_fusion` and `debug` change anything here.
+    Only `enable_fp_fusion` and `debug` change anything here; products of tiles are contracted in any case.
     """
 
     num_warps: int = 1

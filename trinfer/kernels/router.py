@@ -115,7 +115,8 @@ def router(
         top_k, scoring, renormalize, scale, num_groups, kept_groups, group_best: as in `routing`.
         bias: [E] in the dtype of x.
         choice_bias: [E] float32, added for the choice only.
-        is_wide: logits are float32, else rounded to the dtype of x before they are scored.
+        is_wide: logits are float32, and x, weight and bias may differ in dtype; else logits are rounded to
+            the dtype of x before they are scored.
         ticket: int32 [1], zero before the first launch; every launch leaves zero. Made if it is missing.
 
     Returns:
@@ -131,7 +132,7 @@ def router(
     """
     E, K = weight.shape
     check_routing(E, top_k, choice_bias, scoring, num_groups, kept_groups, group_best)
-    _check(x, weight, bias)
+    _check(x, weight, bias, is_wide)
     rule = (scoring, renormalize, top_k, num_groups, kept_groups, group_best)
     if not backend.runs_triton(x):
         options: dict[str, Any] = {"scoring": scoring, "renormalize": renormalize, "scale": scale}
@@ -183,15 +184,18 @@ def router_ref(
     return logits, *routing_rule_ref(logits, top_k, choice_bias, *rule)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, is_wide: bool) -> None:
     (E, K), rows = weight.shape, x.shape[:-1].numel()
-    if x.shape[-1] != K or weight.dtype != x.dtype or rows > MAX_TOKENS or K == 0:
+    dtypes = {x.dtype, weight.dtype, x.dtype if bias is None else bias.dtype}
+    is_one = len(dtypes) == 1 or (is_wide and all(dtype.is_floating_point for dtype in dtypes))
+    if x.shape[-1] != K or not is_one or rows > MAX_TOKENS or K == 0:
         raise ValueError(
-            f"x is {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype} - allowed: up to "
-            f"{MAX_TOKENS} rows of {K} in one dtype - use gemv or matmul, then routing, for more"
+            f"x is {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}, bias "
+            f"{None if bias is None else bias.dtype} - allowed: up to {MAX_TOKENS} rows of {K}, in one dtype "
+            "if not is_wide - use gemv or matmul, then routing, for more"
         )
-    if bias is not None and (bias.shape != (E,) or bias.dtype != x.dtype):
-        raise ValueError(f"bias is {tuple(bias.shape)} {bias.dtype} - allowed: ({E},) {x.dtype} - convert it")
+    if bias is not None and bias.shape != (E,):
+        raise ValueError(f"bias is {tuple(bias.shape)} - allowed: ({E},) - pass that of this router")
 
 
 def _default(key: _Key) -> Config:

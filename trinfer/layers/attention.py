@@ -232,7 +232,8 @@ def _mask_and_alibi(
     if names.mask_is_inverted and mask is not None:
         mask = ~mask
     if names.mask_is_open and mask is not None and mask.dim() == 4:
-        mask = _with_rule(mask, allowed_keys(q.shape[2], k.shape[2], names.is_causal, None, None, q.device))
+        allowed = allowed_keys(q.shape[2], k.shape[2], names.is_causal, names.window, None, q.device)
+        mask = _with_rule(mask, allowed)
     if names.alibi == "none":
         return mask, None
     if mask is not None and mask.dim() == 4 and bias is not None:

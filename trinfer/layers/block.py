@@ -173,32 +173,27 @@ def handed_on(layer: Any, states: Any) -> Any:
     return given[:1] if all(extra is None for extra in given[1:]) else given
 
 
-def mark(layers: nn.Module) -> None:
-    """Let whole layers know when they run inside the forward of `layers`."""
-    handles = (
-        layers.register_forward_pre_hook(_enter),
-        layers.register_forward_hook(_leave, always_call=True),
-    )
-    layers.__dict__["_trinfer_marks"] = handles
+class Surrounding:
+    """The forward of a module in which whole layers run, bound in the place of its own: it tells them so."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
-def unmark(layers: nn.Module) -> None:
-    """Take back what `mark` did."""
-    for handle in layers.__dict__.pop("_trinfer_marks", ()):
-        handle.remove()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _running.depth = getattr(_running, "depth", 0) + 1
+        try:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        finally:
+            _running.depth -= 1
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(type(self.module).forward)
+        return own.replace(parameters=list(own.parameters.values())[1:])
 
 
 # how many forwards of models this thread is in
 _running = threading.local()
-
-
-def _enter(*_: Any) -> None:
-    _running.depth = getattr(_running, "depth", 0) + 1
-
-
-def _leave(*_: Any) -> None:
-    # called after a failure as well, even of a hook that ran before `_enter`
-    _running.depth = max(getattr(_running, "depth", 0) - 1, 0)
 
 
 @functools.cache

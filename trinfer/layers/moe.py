@@ -1,5 +1,7 @@
 """Mixtures of experts: the router, and the experts of few or of many tokens."""
 
+import functools
+import threading
 from typing import Any
 
 import torch
@@ -40,6 +42,19 @@ def router_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor
     logits = product(x, (weight,), None if bias is None else (bias,))
     ids, weights = routing(logits, names.top_k, choice_bias, **rule)
     return logits, weights, ids
+
+
+def ticket_of(x: Tensor) -> Tensor:
+    """The ticket of the launches that follow each other, in the stream or thread of this call."""
+    line = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else threading.get_ident()
+    return _ticket(x.device, line)
+
+
+@functools.lru_cache
+def _ticket(device: torch.device, line: int) -> Tensor:
+    # a recording or a mode of the caller must not own it
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def experts_forward(self: Any, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

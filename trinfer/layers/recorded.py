@@ -23,7 +23,9 @@ def recorded_block_forward(self: Any, hidden_states: Tensor, *args: Any, **kwarg
 
     def run(inputs: Any) -> Tensor:
         x, positional, named = inputs
-        return layer_states(self, x, *positional, **named)
+        states = layer_states(self, x, *positional, **named)
+        return states[0] if isinstance(states, tuple) else states
 
     with torch.no_grad():
-        return handed_on(self, self._trinfer_pieces.run(run, arguments, addresses))
+        states = self._trinfer_pieces.run(run, arguments, addresses)
+    return handed_on(self, (states, None) if self._trinfer.gives_tuple else states)

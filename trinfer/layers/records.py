@@ -77,7 +77,7 @@ class Attention:
     """Projections, norms of queries and keys, rotary embedding, cache and attention of one layer.
 
     Either `query`, `key` and `value` are linears or `qkv` is; names, layouts and flags as in `Arch`.
-    `mask_is_open`: the model's own 4-D masks lack the causal rule, which was asked for.
+    `mask_is_open`: the model's own 4-D masks lack causality and window, which attention adds.
     """
 
     query: str = ""

@@ -1,6 +1,6 @@
 """Applying a plan to a model, and taking it back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -76,15 +76,16 @@ def apply(model: nn.Module, plan: Plan) -> None:
             module.__dict__["forward"] = partial(forward, module)
             if forward is recorded.recorded_block_forward:
                 module.__dict__["_trinfer_pieces"] = Pieces()
-        for layers in _surroundings(model, plan):
-            block.mark(layers)
+        for module in _surroundings(model, plan):
+            module.__dict__["forward"] = block.Surrounding(module)
         rollback.pop_all()
 
 
 def undo(model: nn.Module, plan: Plan) -> None:
     """Take back what `apply` did, all of it or the part that it had done."""
-    for layers in _surroundings(model, plan):
-        block.unmark(layers)
+    for module in _surroundings(model, plan):
+        if isinstance(module.__dict__.get("forward"), block.Surrounding):
+            del module.__dict__["forward"]
     for step in plan.swapped:
         attributes = model.get_submodule(step.path).__dict__
         if "_trinfer" in attributes:
@@ -106,19 +107,22 @@ def _lay_out(linear: Any, *, is_transposed: bool) -> None:
 
 
 def _surroundings(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The modules in whose forward whole layers run: the nearest above each that has one."""
-    found: dict[int, nn.Module] = {}
-    for step in plan.swapped:
-        if not isinstance(step.record, records.Block):
-            continue
-        path = step.path
-        while path:
-            path = path.rpartition(".")[0]
-            above = model.get_submodule(path)
-            if not isinstance(above, nn.ModuleList | nn.ModuleDict):
-                found[id(above)] = above
-                break
-    return list(found.values())
+    """All modules in whose forwards whole layers run, the model among them."""
+    swapped = {step.path for step in plan.swapped}
+    layers = [step.path for step in plan.swapped if isinstance(step.record, records.Block)]
+    paths = {above for path in layers for above in _above(path)}
+    found: list[nn.Module] = []
+    for path in sorted(paths - swapped):
+        module = model.get_submodule(path)
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            found.append(module)
+    return found
+
+
+def _above(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def register() -> None:

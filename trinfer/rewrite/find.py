@@ -40,7 +40,9 @@ def make_plan(model: nn.Module, config: InferenceConfig, backend: Backend) -> Pl
 def _plan(model: nn.Module, seen: SeenConfig, config: InferenceConfig, backend: Backend) -> Plan:
     training = tuple(path for path, module in model.named_modules() if module.training)
     steps = list(_whole_model(model, config, backend, bool(training)))
-    arch, policy = by_moe_type(row_of(seen), seen, config)
+    # a policy says itself how its layers are read
+    row = row_of(seen) if config.injection_policy is None else None
+    arch, policy = by_moe_type(row, seen, config)
     read_moe.check(model, config, any(map(names_residual, (arch, *policy.values()))))
     if config.injection_policy is not None:
         swaps, kept = read_policy(model, policy, Probes(config.dtype, backend.device))
@@ -87,7 +89,7 @@ def _injected(
     decoder = _decoder(model, seen, arch, swaps)
     if isinstance(decoder, str):
         step = f"model.forward, as {decoder}; {KERNELS_INSIDE}"
-        swaps = _in_pieces(model, swaps, decoder) if config.enable_cuda_graph else swaps
+        swaps = _in_pieces(model, swaps, decoder, bool(masking)) if config.enable_cuda_graph else swaps
     else:
         step = _launches(decoder) + ("; recorded once per batch size" if config.enable_cuda_graph else "")
     return Plan(
@@ -168,8 +170,10 @@ def _decoder(
     return whole.decoder(model, seen, arch, backbone(model, arch), blocks)
 
 
-def _in_pieces(model: nn.Module, swaps: list[Step], why: str) -> list[Step]:
+def _in_pieces(model: nn.Module, swaps: list[Step], why: str, is_turned: bool = False) -> list[Step]:
     """The same swaps, with the whole layers of an encoder recorded one by one.
+
+    `is_turned`: its layers are those that are causal, as `triangular_masking` asked.
 
     Raises:
         ValueError: there is none.
@@ -177,7 +181,7 @@ def _in_pieces(model: nn.Module, swaps: list[Step], why: str) -> list[Step]:
     pieces = {
         step.path
         for step in swaps
-        if isinstance(step.record, records.Block) and not step.record.attention.is_causal
+        if isinstance(step.record, records.Block) and step.record.attention.is_causal == is_turned
     }
     if not pieces:
         raise ValueError(

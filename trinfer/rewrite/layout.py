@@ -17,7 +17,7 @@ def transposed(model: nn.Module, plan: Plan) -> Plan:
     [in, out] already.
 
     Raises:
-        ValueError: no weight can change its place.
+        ValueError: no weight can change its place, or one of several that are read together cannot.
     """
     inside = [step.path for step in plan.swapped]
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
@@ -28,6 +28,11 @@ def transposed(model: nn.Module, plan: Plan) -> Plan:
             continue
         if type(module) is Conv1D:
             kept.append(Kept(f"{path}.weight", "[in, out]", "transposed_mode: a Conv1D lies so already"))
+        elif users[id(module.weight)] > 1 and path not in inside:
+            raise ValueError(
+                f"transposed_mode=True: another module has the weight of {path} too, which has to lie as "
+                "those that are read beside it; leave transposed_mode out"
+            )
         elif users[id(module.weight)] > 1:
             kept.append(Kept(f"{path}.weight", "[out, in]", "transposed_mode: another module has it too"))
         else:

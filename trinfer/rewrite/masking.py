@@ -29,21 +29,25 @@ def masking_of(
     Raises:
         ValueError: the option is set for a model that no row describes, or that cannot have the other mask.
     """
-    configured = getattr(seen, "is_causal", None)
     is_set = config.is_set("triangular_masking")
     if arch is None or arch.decoder is not None:
         if is_set:
             why = "has masks of both kinds" if arch else "is described by no row in trinfer.ARCHITECTURES"
             raise ValueError(_refusal(model, config, why))
         return arch, None
+    # masks that its own code makes never heard of the configuration
+    makes_masks = arch.mask_is_inverted or arch.mask_is_open or bool(arch.foreign)
     own = _is_causal(model, arch, root)
-    asked = config.triangular_masking if is_set else own and configured is not False
-    if asked == own:
+    is_told = own and not makes_masks and getattr(seen, "is_causal", None) is False
+    asked = config.triangular_masking if is_set else own and not is_told
+    if asked == own and not is_told:
         return arch, None
-    if arch.mask_is_inverted:
+    if own and not asked and makes_masks:
         raise ValueError(_refusal(model, config, "makes its own masks, which are always causal"))
+    configured = vars(model.config).get("is_causal") if hasattr(model, "config") else None
     modules = tuple(path for path, m in model.named_modules() if m.__dict__.get("is_causal") is (not asked))
-    return replace(arch, is_causal=asked), Masking(asked, modules, configured)
+    why = f"triangular_masking={asked}" if is_set else "config.is_causal=False"
+    return replace(arch, is_causal=asked), Masking(asked, modules, configured, why)
 
 
 def _refusal(model: nn.Module, config: InferenceConfig, why: str) -> str:
@@ -52,22 +56,28 @@ def _refusal(model: nn.Module, config: InferenceConfig, why: str) -> str:
 
 
 def _is_causal(model: nn.Module, arch: Arch, root: str) -> bool:
-    """The architecture's own rule, from the attention of its first layer."""
+    """The architecture's own rule, from the attention of its first layer that says it."""
     path = ".".join(filter(None, (root, arch.layers)))
     for layer in attrgetter(path)(model).children() if match.has(model, path) else ():
-        if match.has(layer, arch.attention):
-            return bool(match.stated(attrgetter(arch.attention)(layer), arch.is_causal))
+        if not match.has(layer, arch.attention):
+            continue
+        attention = attrgetter(arch.attention)(layer)
+        if isinstance(arch.is_causal, bool) or match.has(attention, arch.is_causal):
+            return bool(match.stated(attention, arch.is_causal))
     return arch.is_causal is True
 
 
 def step_of(masking: Masking) -> Step:
     """The line of the plan."""
     was, becomes = "attention in both directions", "causal attention"
-    if masking.is_causal:
-        return Step("", was, becomes, "triangular_masking=True")
-    if masking.configured is False:
-        return Step("", becomes, was, "config.is_causal=False")
-    return Step("", becomes, f"{was}; generate raises", "triangular_masking=False")
+    if not masking.is_causal:
+        was, becomes = becomes, was + ("; generate raises" if stops_generation(masking) else "")
+    return Step("", was, becomes, masking.why)
+
+
+def stops_generation(masking: Masking) -> bool:
+    """True where the caller turned a decoder into what cannot generate."""
+    return not masking.is_causal and masking.why.startswith("triangular_masking")
 
 
 def with_masking(

@@ -6,7 +6,7 @@ A reader answers with a `Found`, or with the reason why the module keeps its own
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -212,13 +212,9 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (type(module).__name__ in LINEARS and is_known_code(module))
 
 
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, None)
-
-
 def _switched_on(module: nn.Module, arch: Arch) -> str:
     """Which attribute that the row's reading does not cover is set on this module; empty if none is."""
-    found = [name for name in arch.must_be_off if reduce(_attribute, name.split("."), module)]
+    found = [name for name in arch.must_be_off if has(module, name) and attrgetter(name)(module)]
     return f"has {', '.join(found)} set, which the kernels do not compute" if found else ""
 
 
@@ -360,6 +356,7 @@ def _flags(module: Any, arch: Arch, head_dim: int, norms: bool) -> dict[str, Any
         "rotary_layout": arch.rotary_layout,
         "qk_norm": arch.qk_norm if norms else "none",
         "mask_is_inverted": arch.mask_is_inverted,
+        "mask_is_open": arch.mask_is_open,
     }
 
 

@@ -3,6 +3,8 @@
 import difflib
 from typing import Any
 
+from trinfer.architectures import ARCHITECTURES
+
 
 class SeenConfig:
     """A model's configuration as the rewriting pass sees it: the caller's values first, then its own.
@@ -16,12 +18,20 @@ class SeenConfig:
         self._read: set[str] = set()
         unknown = [name for name in self._overrides if own is not None and not hasattr(own, name)]
         if unknown:
-            known = [name for name in (*own.to_dict(), *vars(own)) if not name.startswith("_")]
+            names = (*getattr(own, "to_dict", dict)(), *vars(own))
+            known = [name for name in names if not name.startswith("_")]
             near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
             hints = ", ".join(f"{n} (did you mean {m[0]}?)" if m else n for n, m in near.items())
             raise ValueError(
                 f"config/args={self._overrides} overrides {hints}, which {type(own).__name__} does not have; "
                 "allowed: names in model.config; correct or leave out"
+            )
+
+        named = self._overrides.get("model_type")
+        if named is not None and named not in ARCHITECTURES:
+            raise ValueError(
+                f"config/args={self._overrides}: model_type={named!r} names no row; allowed: "
+                f"{', '.join(sorted(ARCHITECTURES))}; use one of these"
             )
 
     def __getattr__(self, name: str) -> Any:

@@ -42,12 +42,13 @@ class Masking:
     """What `triangular_masking` makes of a model whose own rule is the other one.
 
     `modules` are the attention modules whose own `is_causal` is turned round; `configured` is what the
-    configuration said of it, None for nothing.
+    model's configuration says of it, None for nothing; `why` is what asks for it.
     """
 
     is_causal: bool
     modules: tuple[str, ...]
-    configured: bool | None = None
+    configured: bool | None
+    why: str
 
 
 @dataclass(frozen=True, repr=False)
