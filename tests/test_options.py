@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import trinfer
 from tests.models import engine_of, inputs_of, make, reference, result, token_ids
+from trinfer.kernels import count_launches
+from trinfer.tune import _run as run
 
 # one of each kind: grouped heads, window, softcap, alibi, own masks, experts, latents
 DECODERS = ("llama", "mistral_sw", "gemma2", "bloom", "falcon", "mixtral", "gpt_oss", "deepseek_v2", "phi")
@@ -140,11 +141,11 @@ def test_what_turned_layers_record() -> None:
         engine_of(make("llama"), triangular_masking=False, enable_cuda_graph=True)
 
 
-def test_a_turned_decoder_can_be_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRINFER_AUTOTUNE_CACHE", str(tmp_path))
-    options = {"triangular_masking": False, "triton_autotune": True, "max_out_tokens": 2}
-    engine = engine_of(make("llama"), **options)
-    assert engine(token_ids(1, 2)).logits.isfinite().all()
+def test_a_turned_decoder_is_tuned_by_its_forward() -> None:
+    engine = engine_of(make("llama"), triangular_masking=False)
+    with count_launches() as launches:
+        run(engine.module, 2)
+    assert launches["attention"] == 2 and not launches["lm_head"]
 
 
 @pytest.mark.parametrize("name", ["mpt", "gptneo", "t5", "olmo"])
