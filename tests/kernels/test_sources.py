@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from trinfer.kernels import OPS
+
 FOLDER = Path(__file__).parents[2] / "trinfer" / "kernels"
 FILES = sorted(FOLDER.glob("*.py"))
 
@@ -81,3 +83,10 @@ def test_program_ids_are_widened_before_a_stride_multiplies_them(path):
             is_inside_a_tile = all(name.startswith(("offs_", "BLOCK_")) for name in names)
             is_wide = "tl.int64" in factor or bool(names & wide)
             assert is_wide or is_inside_a_tile, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("op", [op.name for op in OPS])
+def test_every_op_has_two_property_tests(op):
+    """Each draws 50 examples under the sanitizer: see conftest.py."""
+    text = Path(__file__).with_name(f"test_{op}.py").read_text()
+    assert text.count("\n@given(") >= 2
