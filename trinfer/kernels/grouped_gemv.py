@@ -268,7 +268,8 @@ def _default(key: _Key) -> Config:
     if backend.kind() != "gpu":
         if key.is_transposed:
             return _config(64, 16)
-        return _config(32, min(1024, max(16, triton.next_power_of_2(key.K))))
+        # found by bench.tune on Zen 5, for 576 to 4096 columns
+        return _config(16, min(256, max(16, triton.next_power_of_2(key.K))))
     if key.is_transposed:
         return _config(64, 16)
     if key.K % 256:
