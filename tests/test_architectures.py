@@ -73,15 +73,25 @@ def test_logits_of_padded_rows_match_transformers(name: str) -> None:
     assert_same_logits(result(engine(**inputs)), result(expected(**inputs)), real)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+WAYS = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in WITH_ROW if ZOO[name][1] in ("CausalLM", "Seq2SeqLM")])
-def test_generated_tokens_match_transformers(name: str, beams: int) -> None:
+def test_generated_tokens_match_transformers(name: str, way: str) -> None:
     model = make(name)
     expected = reference(model)
     engine = engine_of(model)
     ids, mask = left_padded([9, 5])
-    options = {"attention_mask": mask, "do_sample": False, "num_beams": beams, "max_new_tokens": 12}
-    assert torch.equal(engine.generate(ids, **options), expected.generate(ids, **options))
+    drawn = []
+    for each in (engine, expected):
+        torch.manual_seed(5)
+        drawn.append(each.generate(ids, attention_mask=mask, max_new_tokens=12, **WAYS[way]))
+    assert torch.equal(*drawn)
 
 
 # what runs in torch between the kernels, by the end of its reason
