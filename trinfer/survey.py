@@ -23,7 +23,7 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 SIZES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 HEADER = ("architecture", "model", "layers run", "launches a layer", "step", "attention", "kept, and why")
 # kept by every model of its kind: its reasons say nothing of the architecture
-USUAL = ("cos and sin are made once per forward", "adds its tables in torch", "is no module of its own")
+USUAL = ("cos and sin are made once per forward", "adds its tables in torch")
 
 
 @dataclass(frozen=True)

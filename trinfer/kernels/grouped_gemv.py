@@ -268,7 +268,7 @@ def _default(key: _Key) -> Config:
     if backend.kind() != "gpu":
         if key.is_transposed:
             return _config(64, 16)
-        # found by bench.tune on Zen 5, for 576 to 4096 columns
+        # what bench.tune finds for 576 columns on Zen 5
         return _config(16, min(256, max(16, triton.next_power_of_2(key.K))))
     if key.is_transposed:
         return _config(64, 16)
