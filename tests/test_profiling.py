@@ -40,16 +40,20 @@ def test_profile_counts_launches_and_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "profile.png").stat().st_size > 1000
 
 
-def test_profile_leaves_generation_as_it_was() -> None:
+@pytest.mark.parametrize("enable_cuda_graph", [False, True])
+def test_profile_leaves_generation_as_it_was(enable_cuda_graph: bool) -> None:
     model = make("llama")
     expected = reference(model)
-    engine = engine_of(model)
+    engine = engine_of(model, enable_cuda_graph=enable_cuda_graph)
     ids = token_ids(1, 5)
     options = {"max_new_tokens": 6, "do_sample": False}
     truth = expected.generate(ids, **options)
     assert torch.equal(engine.generate(ids, **options), truth)
-    engine.profile()
+    profiles = [engine.profile() for _ in range(2)]
     assert torch.equal(engine.generate(ids, **options), truth)
+    # also where the step has been recorded before
+    counts = [{kernel.op: kernel.launches for kernel in profile.kernels} for profile in profiles]
+    assert counts[0] == counts[1] and counts[0]["lm_head"] == 1
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 5), (1, 0), (1, 1017)])

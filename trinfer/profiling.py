@@ -103,7 +103,7 @@ def profile_step(model: nn.Module, decoder: Any, rows: int, tokens: int, repeats
     ids = torch.ones(rows, tokens, dtype=torch.int64, device=decoder.workspace.token.device)
     decoder.prefill(ids, ids, None, None, tokens + repeats + 1)
     with list_launches() as launches:
-        decoder.step(0, False)
+        decoder.launch(0, False)()
     runs = graphs.profile(decoder.launch(0, False), repeats)
     names = [name for name, _ in launches]
     if any(len(run) != len(names) for run in runs):

@@ -127,6 +127,11 @@ def device_slug(device: torch.device) -> str:
     return "_".join(["cpu", platform.machine(), *cpu.features()])
 
 
+def has_tile_registers() -> bool:
+    """True if the CPU multiplies matrices of bfloat16 in registers made for them (AMX)."""
+    return "amx_bf16" in cpu.features()
+
+
 @contextlib.contextmanager
 def as_if_on_gpu(shared: int, multiprocessors: int) -> Iterator[None]:
     """Inside the `with` block kernels are prepared for a GPU that is not there; nothing may be launched."""

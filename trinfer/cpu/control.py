@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trinfer.cpu.plan import advance_of
-from trinfer.cpu.scalar import c_type, literal
+from trinfer.cpu.scalar import c_type, constant_of, literal
 from trinfer.cpu.tile import Advanced
 from trinfer.cpu.ttir import Block, Op, Value
 
@@ -139,8 +139,9 @@ def _for(emitter: Emitter, op: Op) -> None:
     for k in moved:
         offset = emitter.fresh(f"{body.args[k + 1].name}_offset")
         emitter.line(f"int64_t {offset} = 0;")
-        for value in (body.args[k + 1], op.results[k]):
-            emitter.advanced[value] = Advanced(op.operands[3 + k], offset)
+        start, step = op.operands[3 + k], _step(emitter, moved[k])
+        emitter.advanced[body.args[k + 1]] = Advanced(start, offset, step)
+        emitter.advanced[op.results[k]] = Advanced(start, offset)
     kept = [k for k in range(len(op.results)) if k not in moved]
     args = [body.args[k + 1] for k in kept]
     _carry(emitter, args, [op.operands[3 + k] for k in kept], body)
@@ -151,11 +152,17 @@ def _for(emitter: Emitter, op: Op) -> None:
     emitter.block(body)
     _assign(emitter, [body.terminator.operands[k] for k in kept], args)
     for k, by in moved.items():
-        assert by.op is not None
-        step_text = emitter.scalar(by.op.operands[0]) if by.op.operands else literal(by.op)
-        emitter.line(f"{emitter.advanced[body.args[k + 1]].offset} += {step_text};")
+        emitter.line(f"{emitter.advanced[body.args[k + 1]].offset} += {_step(emitter, by)};")
     emitter.close()
     _results(emitter, [op.results[k] for k in kept], args, op)
+
+
+def _step(emitter: Emitter, by: Value) -> str | None:
+    """C text of the scalar by which a tile moves; None while it is not computed."""
+    assert by.op is not None
+    scalar = by.op.operands[0] if by.op.operands else by
+    constant = constant_of(scalar)
+    return literal(constant) if constant else emitter.scalars.get(scalar)
 
 
 def _results(emitter: Emitter, results: list[Value], sources: list[Value], op: Op) -> None:

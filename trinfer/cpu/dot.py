@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trinfer.cpu.nest import Nest, is_zero, unit_stride_axis
-from trinfer.cpu.rows import rows_in_memory, rows_product
+from trinfer.cpu.rows import rows_in_memory, rows_product, rows_that_count
 from trinfer.cpu.scalar import NARROW_FLOATS, constant_of, int_literal, to_memory
 from trinfer.cpu.ttir import Op, Value
 
@@ -34,7 +34,8 @@ def _dot(emitter: Emitter, op: Op) -> None:
         function, left, right = f"t_dot_{elem}", emitter.materialize(a), emitter.materialize(b)
     out = _accumulator(emitter, op, bool(zero), (left, right))
     if len(shape) == 2:
-        emitter.line(f"{function}({left}, {right}, {out}, {rows}, {columns}, {depth}, {zero});")
+        present = _rows_to_multiply(emitter, a, out, columns, zero)
+        emitter.line(f"{function}({left}, {right}, {out}, {present}, {columns}, {depth}, {zero});")
     else:
         emitter.open(f"for (int batch = 0; batch < {shape[0]}; batch++)")
         sizes = (rows * depth, depth * columns // (2 if function == "t_dot_bf16" else 1), rows * columns)
@@ -43,6 +44,19 @@ def _dot(emitter: Emitter, op: Op) -> None:
         emitter.indent -= 1
     if elem in NARROW_FLOATS:
         _narrow(emitter, op, out)
+
+
+def _rows_to_multiply(emitter: Emitter, a: Value, out: str, columns: int, zero: int) -> str:
+    """C text of how many rows the product is given; those that a mask left out stay as they are."""
+    rows = (a.type.shape or ())[0]
+    present = rows_that_count(emitter, a)
+    if present == str(rows):
+        return present
+    name = emitter.fresh("rows")
+    emitter.line(f"const int {name} = {present};")
+    if zero:
+        emitter.line(f"memset({out} + {name}*{columns}, 0, sizeof *{out} * ({rows} - {name})*{columns});")
+    return name
 
 
 def _starts_at_zero(c: Value) -> bool:
@@ -94,6 +108,8 @@ def _fill_f32(emitter: Emitter, value: Value, array: str, inner: int | None) -> 
     def body(nest: Nest) -> None:
         at = nest.linear(shape[::-1], nest.index[::-1]) if turned else nest.linear(shape, nest.index)
         nest.statement(f"{array}[{at}] = {nest.value(value)};")
+        if turned:
+            _fetch_ahead(nest, value)
 
     Nest(emitter, shape, inner).run(body)
 
@@ -131,10 +147,27 @@ def _paired_rows(emitter: Emitter, value: Value) -> str:
     def body(nest: Nest) -> None:
         at = nest.linear((columns, depth), nest.index[::-1])
         nest.statement(f"{turned}[{at}] = {nest.stored(value)};")
+        _fetch_ahead(nest, value)
 
     Nest(emitter, (depth, columns), 0).run(body)
     emitter.line(f"t_transpose((uint32_t*){words}, (const uint32_t*){turned}, {columns}, {depth // 2});")
     return words
+
+
+def _fetch_ahead(nest: Nest, value: Value) -> None:
+    """Ask for what the next step of a loop reads of the row in memory that a [K, N] tile has as a column.
+
+    The rows of a tile are too short for the CPU to see them coming: 128 x 576 x 576 bfloat16 products of cold
+    weights take 1.12 times as long without.
+    """
+    op = value.op
+    if op is None or op.name != "tt.load" or op.operands[0] not in nest.emitter.advanced:
+        return
+    step = nest.emitter.advanced[op.operands[0]].step
+    if step is None or len(op.operands) > 1 and nest.known(op.operands[1], nest.index) is False:
+        return
+    first, level = nest.value(op.operands[0], ("0", nest.index[1])), nest.level_of(nest.index[1:], [])
+    nest.once(f"T_FETCH({first} + {step}, {(value.type.shape or ())[0]})", level)
 
 
 def _no_scaled(emitter: Emitter, op: Op) -> None:

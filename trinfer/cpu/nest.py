@@ -196,6 +196,13 @@ class Nest:
             )
         return loop.names[(kind, text)]
 
+    def once(self, text: str, level: int) -> None:
+        """A statement at a loop level, before the loops in it; the same one there is written once."""
+        loop = self.path[level]
+        if ("", text) not in loop.names:
+            loop.names[("", text)] = ""
+            loop.lines.append(text)
+
     def level_of(self, index: Index, parts: list[str]) -> int:
         """The outermost level where an expression over these positions and names is constant."""
         return max([self.levels.get(x, 0) for x in (*index, *parts)], default=0)

@@ -55,6 +55,13 @@ def rows_in_memory(emitter: Emitter, a: Value, b: Value) -> Rows | None:
     )
 
 
+def rows_that_count(emitter: Emitter, tile: Value) -> str:
+    """C text of how many rows of a tile, the first ones, its mask leaves: those behind them are 0."""
+    shape = tile.type.shape or ()
+    ends = _ends(emitter, tile, ("i0", "i1")) if len(shape) == 2 else None
+    return _first(ends["i0"] if ends else [], shape[-2])
+
+
 def _ends(emitter: Emitter, tile: Value, index: tuple[str, str]) -> _Ends | None:
     """For each axis the ends behind which a mask makes the tile 0; None if that is not all its mask does."""
     op = tile.op

@@ -15,7 +15,11 @@ class Array:
 
 @dataclass(frozen=True)
 class Advanced:
-    """A tile of pointers or indices that is `start` plus a scalar that a loop moves."""
+    """A tile of pointers or indices that is `start` plus a scalar that a loop moves.
+
+    `step` is the C text of what the loop adds each time, for its body; None where it is computed there.
+    """
 
     start: Value
     offset: str
+    step: str | None = None

@@ -19,7 +19,7 @@ from trinfer.kernels.elements import (
     experts_ref,
     gate_up,
 )
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
+from trinfer.kernels.op import Op, as_rows, cpu_columns, launched, nbytes, next_power_of_2
 
 
 class _Key(NamedTuple):
@@ -246,7 +246,7 @@ def _check(x: Tensor, order: Tensor, offsets: Tensor, E: int, gather: bool) -> N
 def _default(key: _Key) -> Config:
     BLOCK_M = min(128, max(16, key.rows))
     if backend.kind() != "gpu":
-        return _config(BLOCK_M, 32 if key.dtype == torch.bfloat16 else 64, 64, 4, 1)
+        return _config(BLOCK_M, cpu_columns(key.dtype), 64, 4, 1)
     if key.dtype == torch.float32:
         # no tensor cores: the products are scalar, and a larger tile spills, as a gated one of 32 rows does
         return _config(16 if BLOCK_M == 16 else 64, 32, 32, 4, 3)

@@ -21,7 +21,7 @@ from trinfer.kernels.elements import (
     pick_segment,
 )
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise, normalise_ref, row_statistics
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2, output
+from trinfer.kernels.op import Op, as_rows, cpu_columns, launched, nbytes, next_power_of_2, output
 
 
 class _Key(NamedTuple):
@@ -229,9 +229,12 @@ def matmul_ref(
 
 def _default(key: _Key) -> Config:
     if backend.kind() != "gpu":
-        # timed on a CPU with AMX, 512 x 1536 x 576: bfloat16 takes 1.7 ms with 32 columns, 2.3 ms with 64
-        columns = 32 if key.dtype == torch.bfloat16 else 64
-        return _config(min(128, max(16, key.M)), _norm_columns(key) if key.has_norm else columns, 64, 4, 1)
+        if key.has_norm:
+            return _config(min(128, max(16, key.M)), _norm_columns(key), 64, 4, 1)
+        columns = cpu_columns(key.dtype)
+        # a tile turns its part of the weight once for all of its rows; several tiles a thread
+        most = 256 if -(-key.N // columns) >= 4 * torch.get_num_threads() else 128
+        return _config(min(most, max(16, key.M)), columns, 64, 4, 1)
     if key.dtype == torch.float32:
         # no tensor cores: the products are scalar, and a larger tile spills; of two gated products without a
         # norm already 64 rows do on sm_80, with a norm 32 rows do on sm_90
