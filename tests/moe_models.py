@@ -48,3 +48,12 @@ MOE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", "CausalLM", _DEEPSEEK),
     "gpt_oss": ("gpt_oss", "CausalLM", _OSS),
 }
+
+
+def all_experts(name: str) -> dict[str, Any]:
+    """Changes to the config of a model after which every token goes to every expert; none for a dense one."""
+    config = MOE[name][2] if name in MOE else {}
+    changes = {"topk_group": config["n_group"]} if "n_group" in config else {}
+    for key in {"num_experts", "num_local_experts", "n_routed_experts"} & config.keys():
+        changes["num_experts_per_tok"] = config[key]
+    return changes

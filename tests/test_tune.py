@@ -52,8 +52,16 @@ def test_a_dry_run_meets_what_a_generation_launches(folder):
     engine = models.engine_of(models.make("llama"), max_out_tokens=24)
     noted = {(call.op.name, call.key) for call in tune.dry_run(engine.module, 24)}
     with autotune.collect() as calls:
-        for prompt, new in ((1, 4), (3, 2), (7, 9), (16, 8)):
-            engine.generate(models.token_ids(1, prompt), max_new_tokens=new, do_sample=False)
+        for rows, prompt, new in (
+            (1, 1, 4),
+            (1, 3, 2),
+            (1, 7, 9),
+            (1, 16, 8),
+            (2, 3, 3),
+            (4, 5, 2),
+            (16, 2, 2),
+        ):
+            engine.generate(models.token_ids(rows, prompt), max_new_tokens=new, do_sample=False)
     assert {(op.name, key) for op, key in calls} <= noted
 
 

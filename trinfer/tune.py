@@ -13,6 +13,9 @@ from trinfer.compat import cache_key
 
 # seconds; what is left over then is searched at the next start
 BUDGET_S = 600.0
+# sequences at once, beside one: their products are those of short prompts, but attention over the cache and the
+# head have keys of their own
+BATCHES = (2, 4, 8, 16)
 
 
 def lengths(most: int) -> list[int]:
@@ -41,14 +44,17 @@ def refuse_to_tune(model: Any) -> None:
 
 @torch.no_grad()
 def dry_run(model: nn.Module, max_out_tokens: int) -> list[Call]:
-    """Run `model` on prompts of every bucket and decode a step after each; note what is launched.
+    """Run `model` on prompts of every bucket and decode a step after each, of one sequence and of several; note
+    what is launched.
 
     On the meta device nothing may run: call it where launches are caught.
     """
     run = _run_meta if next(model.parameters()).is_meta else _run
     with collect() as calls:
         for length in lengths(prompt_limit(model, max_out_tokens)):
-            run(model, length)
+            run(model, length, 1)
+        for rows in BATCHES if _generates(model) else ():
+            run(model, 1, rows)
     return list(calls.values())
 
 
@@ -64,9 +70,9 @@ def _generates(model: Any) -> bool:
     return bool(getattr(model, "can_generate", bool)()) and not (limits and limits.why_not)
 
 
-def _run(model: Any, length: int) -> None:
-    """One prompt, and of a model that generates one decode step: the one place that says how."""
-    ids = torch.ones(1, length, dtype=torch.long, device=next(model.parameters()).device)
+def _run(model: Any, length: int, rows: int) -> None:
+    """Prompts, and of a model that generates one decode step: the one place that says how."""
+    ids = torch.ones(rows, length, dtype=torch.long, device=next(model.parameters()).device)
     mask = torch.ones_like(ids)
     if _generates(model):
         options = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "num_beams": 1}
@@ -75,9 +81,9 @@ def _run(model: Any, length: int) -> None:
         model(input_ids=ids, attention_mask=mask)
 
 
-def _run_meta(model: Any, length: int) -> None:
+def _run_meta(model: Any, length: int, rows: int) -> None:
     """The same without numbers: `generate` would look at its tokens."""
-    ids = torch.ones(1, length, dtype=torch.long, device="meta")
+    ids = torch.ones(rows, length, dtype=torch.long, device="meta")
     if not _generates(model):
         model(input_ids=ids)
         return

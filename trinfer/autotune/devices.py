@@ -70,10 +70,11 @@ def current() -> Device:
 
 
 def keep(name: str, device: Device) -> None:
-    """Put measured constants into the user's table."""
+    """Put measured constants into the user's table, a device a line."""
     path = lookup.user_folder() / FILE
-    content = {known: asdict(facts) for known, facts in _read(path).items()} | {name: asdict(device)}
-    table.replace_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
+    content = _read(path) | {name: device}
+    lines = (f" {json.dumps(known)}: {json.dumps(asdict(facts))}" for known, facts in content.items())
+    table.replace_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _read(path: Path) -> dict[str, Device]:

@@ -48,6 +48,7 @@ def search(
     calls: Iterable[Call],
     budget_s: float = float("inf"),
     progress: Callable[[Iterable[Call]], Iterable[Call]] = iter,
+    again: bool = False,
 ) -> list[Finding]:
     """Measure every call whose key has no fresh row, and keep the winners in the user's tables.
 
@@ -55,13 +56,14 @@ def search(
         calls: what `collect` noted.
         budget_s: seconds after which no further key is begun.
         progress: wraps the calls that have to be measured, to show how far the search is.
+        again: measure also those whose key has a fresh row.
 
     Returns:
         A finding for each call, in their order.
     """
     calls = list(calls)
     found = {id(call): _known(call) for call in calls}
-    open_calls = [call for call in calls if found[id(call)].status != "found"]
+    open_calls = [call for call in calls if again or found[id(call)].status != "found"]
     end = time.monotonic() + budget_s
     facts = _compiled(open_calls)
     for call in progress(open_calls):
