@@ -166,6 +166,21 @@ def test_attention_with_scores_that_change_nothing(dtype):
     assert_close(attention(q, k, v, softcap=1e4, **options), o.double(), dtype)
 
 
+def test_softcap_keeps_the_digits_of_every_score():
+    # two keys: the bent score of the first, which its bias takes away again, and 0
+    softcap, scores = 100.0, torch.cat((torch.logspace(-3, 0, 60), -torch.logspace(-3, 0, 60))) * 100
+    M, D = len(scores), 16
+    q, k, v = torch.zeros(1, 1, M, D), torch.zeros(1, 1, 2, D), torch.zeros(1, 1, 2, D)
+    q[..., 0], k[..., 0, 0], v[..., 0, 0] = scores, 1, 1
+    bent = softcap * torch.tanh(scores.double() / softcap)
+    bias = torch.stack((-bent.float(), torch.zeros(M)), -1)[None, None]
+    options = {"is_causal": False, "softcap": softcap, "sm_scale": 1.0}
+    o = attention(q, k, v, bias=bias, **options)[0, :, 0, 0]
+    expected = torch.sigmoid(bent + bias[0, 0, :, 0].double())
+    # half a unit in the last place of a score of 76
+    assert (o.double() - expected).abs().max() < 4e-6
+
+
 def test_u027_alibi_slopes_of_any_head_count():
     six = [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     assert alibi_slopes(6).tolist() == six

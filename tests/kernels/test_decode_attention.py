@@ -83,15 +83,15 @@ def test_decode_attention_shares_kv_heads_as_if_repeated(group, N, seed):
         assert torch.equal(decode_attention(q, k, v, **options), repeated)
 
 
-@given(heads, keys, st.integers(0, 20), seeds)
-def test_decode_attention_reads_views_of_a_longer_cache(counts, N, spare, seed):
-    # the cache is laid out for more tokens than are valid; what follows them is nan
-    q, k, v, options = draw(counts, N, 64, torch.float32, seed)
+@given(heads, st.booleans(), keys, st.integers(0, 20), seeds)
+def test_decode_attention_reads_views_of_a_longer_cache(counts, is_alone, N, spare, seed):
+    # the cache is laid out for more tokens than are valid, keys lie further apart than values; between is nan
+    q, k, v, options = draw((*counts[:2], 1) if is_alone else counts, N, 64, torch.float32, seed)
     views = []
-    for x in (k, v):
-        cache = torch.full((*x.shape[:2], N + spare, 64), float("nan"))
-        cache[:, :, :N] = x
-        views.append(cache[:, :, :N])
+    for x, width in ((k, 80), (v, 64)):
+        cache = torch.full((*x.shape[:2], N + spare, width), float("nan"))
+        cache[:, :, :N, :64] = x
+        views.append(cache[:, :, :N, :64])
     assert torch.equal(decode_attention(q, *views, **options), decode_attention(q, k, v, **options))
 
 
