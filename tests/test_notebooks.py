@@ -5,6 +5,7 @@ import os
 import re
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ipykernel", reason="pip install 'trinfer[notebooks]'")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(path, as_version=4)
+    stored = plans_of(notebook)
     nbclient.NotebookClient(
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
     ).execute()
@@ -32,6 +34,14 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert any("<table>" in output["data"].get("text/html", "") for output in shown), (
             "no plan was rendered"
         )
+    assert plans_of(notebook) == stored, "what is stored shows plans of before: run the notebook and store it"
+
+
+def plans_of(notebook: Any) -> list[str]:
+    """The plans that a notebook shows, as text."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
+    texts = [output["data"].get("text/plain", "") for output in outputs]
+    return [text for text in texts if "\nstep: " in text]
 
 
 def test_sanitizer_is_shown_at_work() -> None:

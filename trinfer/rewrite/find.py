@@ -164,7 +164,7 @@ def _decoder(
     if arch is not None and arch.decoder is not None:
         return "its decoder attends to an encoder as well"
     if arch is None or not blocks:
-        return "no row for it" if arch is None else "its layers run part by part"
+        return "it has no row" if arch is None else "its layers run part by part"
     if not isinstance(model, GenerationMixin):
         return "it does not generate"
     return whole.decoder(model, seen, arch, backbone(model, arch), blocks)
