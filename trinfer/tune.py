@@ -13,8 +13,8 @@ from trinfer.compat import cache_key
 
 # seconds; what is left over then is searched at the next start
 BUDGET_S = 600.0
-# sequences at once, beside one: their products are those of short prompts, but attention over the cache and the
-# head have keys of their own
+# sequences at once, beside one: their products are those of short prompts, but attention over the cache and
+# the head have keys of their own
 BATCHES = (2, 4, 8, 16)
 
 
@@ -44,8 +44,8 @@ def refuse_to_tune(model: Any) -> None:
 
 @torch.no_grad()
 def dry_run(model: nn.Module, max_out_tokens: int) -> list[Call]:
-    """Run `model` on prompts of every bucket and decode a step after each, of one sequence and of several; note
-    what is launched.
+    """Run `model` on prompts of every bucket, decode a step after each, and one of several sequences; note what
+    is launched.
 
     On the meta device nothing may run: call it where launches are caught.
     """
