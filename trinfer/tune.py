@@ -44,8 +44,8 @@ def refuse_to_tune(model: Any) -> None:
 
 @torch.no_grad()
 def dry_run(model: nn.Module, max_out_tokens: int) -> list[Call]:
-    """Run `model` on prompts of every bucket, decode a step after each, and one of several sequences; note what
-    is launched.
+    """Run `model` on prompts of every bucket and decode a step after each, also of several sequences; note
+    what is launched.
 
     On the meta device nothing may run: call it where launches are caught.
     """
