@@ -144,7 +144,7 @@ def test_what_turned_layers_record() -> None:
 def test_a_turned_decoder_is_tuned_by_its_forward() -> None:
     engine = engine_of(make("llama"), triangular_masking=False)
     with count_launches() as launches:
-        run(engine.module, 2)
+        run(engine.module, 2, 1)
     assert launches["attention"] == 2 and not launches["lm_head"]
 
 

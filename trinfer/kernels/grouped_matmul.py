@@ -246,7 +246,8 @@ def _check(x: Tensor, order: Tensor, offsets: Tensor, E: int, gather: bool) -> N
 def _default(key: _Key) -> Config:
     BLOCK_M = min(128, max(16, key.rows))
     if backend.kind() != "gpu":
-        return _config(BLOCK_M, cpu_columns(key.dtype), 64, 4, 1)
+        columns = cpu_columns(key.dtype, backend.has_tile_registers())
+        return _config(BLOCK_M, columns, 64, 4, 1)
     if key.dtype == torch.float32:
         # no tensor cores: the products are scalar, and a larger tile spills, as a gated one of 32 rows does
         return _config(16 if BLOCK_M == 16 else 64, 32, 32, 4, 3)

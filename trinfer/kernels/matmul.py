@@ -231,7 +231,7 @@ def _default(key: _Key) -> Config:
     if backend.kind() != "gpu":
         if key.has_norm:
             return _config(min(128, max(16, key.M)), _norm_columns(key), 64, 4, 1)
-        columns = cpu_columns(key.dtype)
+        columns = cpu_columns(key.dtype, backend.has_tile_registers())
         # a tile turns its part of the weight once for all of its rows; several tiles a thread
         most = 256 if -(-key.N // columns) >= 4 * torch.get_num_threads() else 128
         return _config(min(most, max(16, key.M)), columns, 64, 4, 1)
