@@ -137,6 +137,17 @@ def test_warmup_prints_the_table_and_a_second_run_searches_nothing(folder, tmp_p
     assert " found; " in out and "measured;" not in out and "tuning" not in err
 
 
+def test_a_folder_without_a_tokenizer_is_warmed_up_but_answers_no_prompt(folder, tmp_path, capsys):
+    saved = str(tmp_path / "model")
+    models.make("llama").save_pretrained(saved)
+    assert main(["warmup", "--model", saved, "--max-out-tokens", "4"]) == 0
+    assert " measured; " in capsys.readouterr().out
+    assert main(["generate", "--model", saved, "--max-new-tokens", "4", "words"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert f"folder {saved!r} holds no tokenizer that transformers can read; allowed: " in err
+
+
 def test_a_cache_copied_from_another_device_is_ignored_with_one_warning(folder, tmp_path, capsys):
     gguf = str(tiny_gguf(tmp_path))
     assert main(["warmup", "--model", gguf, "--max-out-tokens", "4"]) == 0

@@ -69,7 +69,7 @@ def prepare(args: argparse.Namespace) -> Run:
     if args.target is not None and args.target != _arch_here():
         return prepare_target(args, options)
     merged = InferenceConfig.merge(args.config, options)
-    model, _ = checkpoint.load_model(args.model, merged.dtype)
+    model = checkpoint.load_weights(args.model, merged.dtype)
     tune.refuse_to_tune(model)
     engine = init_inference(model, args.config, **options)
     if not engine.plan.swapped:

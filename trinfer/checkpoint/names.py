@@ -72,12 +72,33 @@ def _inside_package(name: str, named: NamedModel) -> Path:
 def load_model(
     name: str, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model (in eval mode, on the CPU) and the tokenizer that `name` means."""
+    """The model (in eval mode, on the CPU) and the tokenizer that `name` means.
+
+    Raises:
+        ValueError: a folder without a tokenizer.
+    """
     path = resolve(name)
     if path.suffix == ".gguf":
         return load_gguf(path, dtype)
-    model = _model_class(path).from_pretrained(path, dtype=dtype, local_files_only=True)
-    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return load_weights(name, dtype), _tokenizer(path)
+
+
+def load_weights(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model that `name` means, for who needs no tokenizer."""
+    path = resolve(name)
+    if path.suffix == ".gguf":
+        return load_gguf(path, dtype)[0]
+    return _model_class(path).from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"folder {str(folder)!r} holds no tokenizer that transformers can read; allowed: a folder with "
+            f"tokenizer.json; save it there: tokenizer.save_pretrained({str(folder)!r})"
+        ) from error
 
 
 def meta_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
