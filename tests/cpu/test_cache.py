@@ -149,7 +149,9 @@ def test_a_kernel_in_the_interpreter(outputs):
 
 def test_a_later_process_compiles_nothing_after_two_that_did_at_once(outputs, folder):
     counts = [ast.literal_eval(outputs[name]) for name in ("counts", "counts beside it")]
-    assert {"_twice_kernel"} == set(counts[0] + counts[1]) and max(map(len, counts)) == 2
+    # two kernels: each is compiled by one process, which the other may have waited for, or by both
+    assert {"_twice_kernel"} == set(counts[0] + counts[1]) and max(map(len, counts)) <= 2
+    assert len(counts[0] + counts[1]) >= 2
     assert processes.finish(start("counts", folder)) == "[]\n"
 
 
