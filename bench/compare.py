@@ -27,6 +27,7 @@ from trinfer.kernels import (
     attention,
     gated_activation,
     gemv,
+    list_launches,
     matmul,
     quant_gemv,
     quantize,
@@ -50,6 +51,17 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
     return x.to(backend.default_device(), dtype)
+
+
+def _launch() -> Sides:
+    x, weight = _random(1, 64), _random(64, 64)
+
+    def long_way() -> Tensor:
+        # for a list every launcher checks, chooses and asks Triton
+        with list_launches():
+            return gemv(x, weight)
+
+    return {"trinfer": lambda: gemv(x, weight), "the first launch of a kind": long_way}
 
 
 def _norm() -> Sides:
@@ -168,6 +180,7 @@ def _codes(bits: int, group: int | None) -> Callable[[], Sides]:
 
 _HEADS = "causal attention, 9 query and 3 kv heads of 64, 512 tokens"
 COMPARISONS = (
+    Comparison("launch of a product 64x64 fp32", 1, _launch),
     Comparison("rms_norm 128x576 fp32", 1, _norm),
     Comparison("linear and gelu 128x576x1536 fp32", 1, _linear_gelu),
     Comparison(f"{_HEADS}, fp32", 1, _attention(torch.float32)),
@@ -233,7 +246,7 @@ def main() -> None:
         if args.only in comparison.name:
             rows.append(row := measure(comparison, args.rounds))
             print(
-                f"{row['ratio']:6.2f}x of {row['against']:17}{row['threads']} threads "
+                f"{row['ratio']:6.2f}x of {row['against']:27}{row['threads']} threads "
                 f"{row['us']:9.1f} us  {row['name']}"
             )
     print(f"saved to {save(rows, facts, args.results)}")

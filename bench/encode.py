@@ -20,7 +20,7 @@ import trinfer
 from bench.generate import DTYPES
 from bench.machine import machine
 from trinfer import backend, checkpoint
-from trinfer.kernels.op import count_launches
+from trinfer.kernels import count_launches
 
 HERE = Path(__file__).parent
 SENTENCES = HERE.parent / "tests" / "data" / "sentences.txt"

@@ -35,7 +35,7 @@ from bench.machine import machine
 from trinfer import backend, checkpoint
 from trinfer.cache import bytes_per_token
 from trinfer.compat import kv_shape
-from trinfer.kernels.op import count_launches
+from trinfer.kernels import count_launches
 
 HERE = Path(__file__).parent
 PROSE = HERE.parent / "tests" / "data" / "prose.txt"

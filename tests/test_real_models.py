@@ -17,7 +17,7 @@ import trinfer
 from trinfer import backend
 from trinfer.__main__ import embed
 from trinfer.checkpoint import load_model
-from trinfer.kernels.op import count_launches
+from trinfer.kernels import count_launches
 
 DATA = Path(__file__).parent / "data"
 NEW_TOKENS = 64

@@ -25,6 +25,7 @@ MAY_PRINT = {"__main__", "warmup"}
 # a shared file may import those on its left
 SHARED = (
     "op",
+    "launch",
     "elements",
     "norm_elements",
     "row_elements",
@@ -399,7 +400,7 @@ def test_op_file_is_complete(op: str) -> None:
     parts = {
         f"kernel _{op}_kernel under @triton.jit": f"_{op}_kernel" in kernels,
         f"launcher {op}": op in defined,
-        f"launcher {op} under @tuned": op in defined and "tuned" in decorators(defined[op]),
+        f"launcher {op} under @launcher": op in defined and "launcher" in decorators(defined[op]),
         f"reference {op}_ref": f"{op}_ref" in defined,
         "record OP = Op(...) as its last statement": assigned(module.tree.body[-1]) == {"OP"},
         f"line in trinfer/kernels/__init__.py for {op}": f"trinfer.kernels.{op}" in exported,

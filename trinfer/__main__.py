@@ -188,7 +188,7 @@ def counted_launches() -> Iterator[Counter[str]]:
         yield Counter()
         return
     # the kernels import triton, which plain transformers and a plan do without
-    from trinfer.kernels.op import count_launches
+    from trinfer.kernels import count_launches
 
     with count_launches() as launches:
         yield launches

@@ -95,6 +95,15 @@ def test_u096_the_source_hash_covers_the_files_an_op_takes_functions_from(monkey
     rows.source_hash.cache_clear()
 
 
+def test_the_source_hash_is_that_of_code_without_words_about_it():
+    code = 'x = "# no comment"\n\n\ndef f(a):\n    return a + "\\"\\"\\""  # why\n'
+    written = '"""About."""\n# more\nx = "# no comment"\n\ndef f(a):\n    """Twice,\n\n    and why."""\n'
+    written += '    return a + "\\"\\"\\""\n'
+    assert rows._code(written) == rows._code(code)
+    for before, after in (("# no", "# a"), ("a + ", "a * "), ("(a)", "(a, b=1)"), ("    return", "  return")):
+        assert rows._code(code.replace(before, after)) != rows._code(code)
+
+
 @pytest.mark.parametrize("change", ["revision", "device", "threads"])
 def test_u096_another_device_or_revision_makes_a_row_void(change, folders, monkeypatch):
     op, key = Stub(), Key()

@@ -93,7 +93,7 @@ print("untouched")
 INTERPRETED = """
 import torch
 from trinfer import backend, kernels
-from trinfer.kernels.op import count_launches
+from trinfer.kernels import count_launches
 
 assert backend.kind() == "interpreter"
 x, w = torch.randn(3, 16), torch.randn(16)

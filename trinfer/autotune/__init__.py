@@ -10,7 +10,28 @@ compiled.py  registers and shared memory, by compiling for a GPU that need not b
 search.py    the search over everything that `collect` noted
 """
 
-from trinfer.autotune.choice import choose, collect, forget, pin, suspended, tuned
+from trinfer.autotune.choice import (
+    choose,
+    collect,
+    forget,
+    is_watched,
+    on_forget,
+    pin,
+    suspended,
+    tuned,
+)
 from trinfer.autotune.records import Call, Config, Tunable
 
-__all__ = ["Call", "Config", "Tunable", "choose", "collect", "forget", "pin", "suspended", "tuned"]
+__all__ = [
+    "Call",
+    "Config",
+    "Tunable",
+    "choose",
+    "collect",
+    "forget",
+    "is_watched",
+    "on_forget",
+    "pin",
+    "suspended",
+    "tuned",
+]

@@ -19,6 +19,7 @@ _suspensions: list[bool] = []
 _set_aside: set[tuple[Tunable, Hashable]] = set()
 # arguments of the launchers that run under `collect`, the innermost last
 _running: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+_forgetful: list[Callable[[], None]] = []
 
 
 def choose(op: Tunable, key: Hashable) -> Config:
@@ -54,7 +55,23 @@ def forget() -> None:
     """Drop every remembered answer: a table or the number of threads has changed."""
     lookup.forget()
     analytic.cache_clear()
+    _drop_found()
+
+
+def on_forget(call: Callable[[], None]) -> None:
+    """Make `call` whenever remembered answers are dropped."""
+    _forgetful.append(call)
+
+
+def is_watched() -> bool:
+    """True if someone sees or changes choices: a search, a test, whoever suspends the tables."""
+    return bool(_views or _suspensions)
+
+
+def _drop_found() -> None:
     _found.cache_clear()
+    for call in _forgetful:
+        call()
 
 
 @contextlib.contextmanager
@@ -144,7 +161,7 @@ def _set_aside_rows(launcher: Callable[..., Any], args: tuple[Any, ...], kwargs:
             stacklevel=4,
         )
     _set_aside.update(rows)
-    _found.cache_clear()
+    _drop_found()
     return bool(rows)
 
 

@@ -52,8 +52,8 @@ def path(folder: Path, op: Tunable) -> Path:
 def find(op: Tunable, key: Any) -> Row | None:
     """`_find`; a row that other versions measured is used and reported."""
     row = _find(op, key)
-    changed = [] if row is None else stale(op, row)
-    if changed:
+    # what has changed is worth a moment only to somebody who reads it
+    if row is not None and logger.isEnabledFor(logging.INFO) and (changed := stale(op, row)):
         logger.info("%s for %s runs in a configuration of before: %s", op.name, key, "; ".join(changed))
     return row
 

@@ -1,9 +1,12 @@
 """What a row of a table says: its key as text, the configurations it may name, what it was measured with."""
 
+import ast
 import functools
 import hashlib
+import io
 import math
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -129,13 +132,28 @@ def stale(op: Tunable, row: Row) -> list[str]:
 
 @functools.cache
 def source_hash(op: Tunable) -> str:
-    """A hash of the text of the op's file and of the files beside it that it takes functions from."""
+    """A hash of the code of the op's file and of the files beside it that it takes functions from."""
     home = sys.modules[op.launcher.__module__]
     package = home.__name__.rpartition(".")[0]
     digest = hashlib.sha256()
     for module in sorted(_reached(home, package), key=lambda module: module.__name__):
-        digest.update(Path(str(module.__file__)).read_bytes())
+        digest.update(_code(Path(str(module.__file__)).read_text()).encode())
     return digest.hexdigest()[:8]
+
+
+@functools.cache
+def _code(text: str) -> str:
+    """Python source without comments, docstrings and blank lines, in words that every Python agrees on."""
+    lines = text.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            last = node.end_lineno or node.lineno
+            lines[node.lineno - 1 : last] = [""] * (last - node.lineno + 1)
+    return "\n".join(stripped for line in lines if (stripped := line.rstrip()))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import operator
 import os
 import struct
 import tempfile
@@ -42,6 +43,13 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return flat
 
 
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes the values at these places; a launch pays it every time."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple([values[i] for i in places])
+
+
 class Launcher:
     """Packs the arguments of one kernel and runs its grid."""
 
@@ -51,6 +59,7 @@ class Launcher:
         self.kept = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
         self.pointers = [i for i in self.kept if kinds[i][0] == "*"]
         self.numbers = [i for i in self.kept if kinds[i][0] != "*"]
+        self.numbers_of = _picker(self.numbers)
         # struct task of runtime.c, with the emitted struct args
         numbers = "".join(_format(kinds[i]) for i in self.numbers)
         self.pack = struct.Struct(f"@Pqqiii{'P' * len(self.pointers)}{numbers}").pack
@@ -70,7 +79,7 @@ class Launcher:
             addresses = [values[i].data_ptr() for i in self.pointers]
         except AttributeError:
             addresses = [_address(values[i]) for i in self.pointers]
-        numbers = [values[i] for i in self.numbers]
+        numbers = self.numbers_of(values)
         programs = grid0 * grid1 * grid2
         if programs > 0 and not self.is_checked and here.recording is None:
             threads = torch.get_num_threads()

@@ -29,6 +29,7 @@ from trinfer.kernels.grouped_matmul import grouped_matmul, grouped_matmul_ref
 from trinfer.kernels.gumbel import OP as GUMBEL
 from trinfer.kernels.gumbel import gumbel, gumbel_ref
 from trinfer.kernels.heads import Prologue
+from trinfer.kernels.launch import count_launches, list_launches
 from trinfer.kernels.layer_norm import OP as LAYER_NORM
 from trinfer.kernels.layer_norm import layer_norm, layer_norm_ref
 from trinfer.kernels.lm_head import OP as LM_HEAD
@@ -36,7 +37,7 @@ from trinfer.kernels.lm_head import lm_head, lm_head_ref
 from trinfer.kernels.matmul import OP as MATMUL
 from trinfer.kernels.matmul import matmul, matmul_ref
 from trinfer.kernels.norm_elements import Norm
-from trinfer.kernels.op import Op, count_launches, list_launches
+from trinfer.kernels.op import Op
 from trinfer.kernels.qkv_post import OP as QKV_POST
 from trinfer.kernels.qkv_post import qkv_post, qkv_post_ref
 from trinfer.kernels.quant_elements import dequantize

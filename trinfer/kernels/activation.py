@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import ACTIVATIONS, activate, activate_ref, check_act
-from trinfer.kernels.op import Op, launched, nbytes
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, nbytes
 
 
 class _Key(NamedTuple):
@@ -27,7 +28,7 @@ def _activation_kernel(x_ptr, y_ptr, N, ACT: tl.constexpr, BLOCK_N: tl.constexpr
     tl.store(y_ptr + first + offs_n, activate(x, ACT).to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
-@tuned
+@launcher
 def activation(x: Tensor, act: str) -> Tensor:
     """y = act(x), entry by entry.
 
@@ -55,7 +56,7 @@ def activation(x: Tensor, act: str) -> Tensor:
     if N:
         config = choose(OP, _Key(x.dtype))
         launched("activation")
-        _activation_kernel[(-(-N // config["BLOCK_N"]),)](x, y, N, act, **config)
+        launch(_activation_kernel, (-(-N // config["BLOCK_N"]),))(x, y, N, act, **config)
     return y
 
 

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
-from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2
+from trinfer.autotune import Config, choose
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, nbytes, next_power_of_2
 
 
 class _Key(NamedTuple):
@@ -62,7 +63,7 @@ def _advance_kernel(
         tl.store(finished_ptr + pid_b, (is_finished | is_eos).to(tl.uint8))
 
 
-@tuned
+@launcher
 def advance(
     token: Tensor,
     finished: Tensor,
@@ -105,7 +106,7 @@ def advance(
         config = choose(OP, _Key(next_power_of_2(E)))
         launched("advance")
         memory = (eos, token, finished.view(torch.uint8), kv_range, sequences, length)
-        _advance_kernel[(B,)](*memory, S, E, sequences.stride(0), pad, **config)
+        launch(_advance_kernel, (B,))(*memory, S, E, sequences.stride(0), pad, **config)
     return token
 
 

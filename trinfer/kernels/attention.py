@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import dot, load_tile
-from trinfer.kernels.op import Op, as_bias, launched, nbytes, next_power_of_2, strides_of, unit_stride
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_bias, nbytes, next_power_of_2, strides_of, unit_stride
 from trinfer.kernels.scores import (
     add_bias,
     attend_packed_ref,
@@ -230,7 +231,7 @@ def _attention_kernel(
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=mask_m & (offs_v < DV))
 
 
-@tuned
+@launcher
 def attention(
     q: Tensor,
     k: Tensor,
@@ -294,7 +295,7 @@ def attention(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 3))
     tensors = (q, k, v, bias, kv_range, q_range, alibi, sinks, o)
     launched("attention")
-    _attention_kernel[(-(-M // config["BLOCK_M"]), H, B)](
+    launch(_attention_kernel, (-(-M // config["BLOCK_M"]), H, B))(
         *tensors, M, N, H // G, window, *strides, softcap, sm_scale, is_causal, D, DV, **config
     )
     return o

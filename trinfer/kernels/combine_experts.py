@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
-from trinfer.kernels.op import Op, launched, nbytes, wide
+from trinfer.autotune import Config, choose
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, nbytes, wide
 
 
 class _Key(NamedTuple):
@@ -35,7 +36,7 @@ def _combine_experts_kernel(
     tl.store(y_ptr + pid_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
-@tuned
+@launcher
 def combine_experts(x: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
     """y_t = sum over k of weights_tk · x_tk, + residual_t.
 
@@ -73,7 +74,7 @@ def combine_experts(x: Tensor, weights: Tensor, residual: Tensor | None = None) 
     config = choose(OP, _Key(x.dtype, N))
     residual = residual if residual is None else residual.contiguous()
     launched("combine_experts")
-    _combine_experts_kernel[(T, -(-N // config["BLOCK_N"]))](
+    launch(_combine_experts_kernel, (T, -(-N // config["BLOCK_N"])))(
         x.contiguous(), weights.contiguous(), residual, y, N, top_k, **config
     )
     return y

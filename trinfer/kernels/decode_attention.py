@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.heads import (
     Prologue,
     as_heads,
@@ -19,7 +19,8 @@ from trinfer.kernels.heads import (
     new_heads,
     prologue_ref,
 )
-from trinfer.kernels.op import Op, as_bias, launched, nbytes, strides_of, unit_stride
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_bias, nbytes, strides_of, unit_stride
 from trinfer.kernels.scores import (
     attend_cache,
     attend_ref,
@@ -160,7 +161,7 @@ def _decode_attention_kernel(
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=mask_h[:, None] & (offs_v < DV))
 
 
-@tuned
+@launcher
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -231,7 +232,7 @@ def decode_attention(
     strides = (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *strides_of(bias, 2), *strides_of(x, 2))
     scalars = (N, H // G, *strides, stride_qo, stride_xo, softcap, sm_scale, q_run, x_run, window)
     launched("decode_attention", *tensors)
-    _decode_attention_kernel[(G * -(-H // G // config["BLOCK_H"]), config["SPLITS"], B)](
+    launch(_decode_attention_kernel, (G * -(-H // G // config["BLOCK_H"]), config["SPLITS"], B))(
         *tensors, *prologue.tables, o, *memory, *scalars, *prologue.constants(D), D, DV, **config
     )
     return o

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
+from trinfer.kernels.launch import launch, launched, launcher
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref, normalise_row
-from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output_of, unit_stride, wide
+from trinfer.kernels.op import Op, nbytes, next_power_of_2, output_of, unit_stride, wide
 
 
 class Table(NamedTuple):
@@ -121,7 +122,7 @@ def _embedding_kernel(
     tl.store(y_ptr + pid_m * N + offs_n, y.to(dtype), mask=mask_n)
 
 
-@tuned
+@launcher
 def embedding(
     ids: Tensor,
     weight: Tensor,
@@ -172,7 +173,7 @@ def embedding(
         pointers = (ids.contiguous(), weight, type_ids, type_rows, position_ids, position_rows)
         strides = (weight.stride(0), type_stride, position_stride)
         options = (float(scale), norm_tensors[2], scale != 1.0, is_type_range, is_range, *norm_constants)
-        _embedding_kernel[(M,)](
+        launch(_embedding_kernel, (M,))(
             *pointers, *norm_tensors[:2], y, V, T, P, N, *type_at, *position_at, *strides, *options, **config
         )
     return y

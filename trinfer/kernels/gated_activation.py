@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import ACTIVATIONS, activate, activate_ref, check_act
-from trinfer.kernels.op import Op, as_rows, launched, nbytes
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_rows, nbytes
 
 
 class _Key(NamedTuple):
@@ -33,7 +34,7 @@ def _gated_activation_kernel(
     tl.store(y_ptr + pid_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
-@tuned
+@launcher
 def gated_activation(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """y = act(gate) · up.
 
@@ -67,7 +68,7 @@ def gated_activation(gate: Tensor, up: Tensor, act: str) -> Tensor:
     if M and N:
         config = choose(OP, _Key(gate.dtype, N))
         launched("gated_activation")
-        _gated_activation_kernel[(M, -(-N // config["BLOCK_N"]))](
+        launch(_gated_activation_kernel, (M, -(-N // config["BLOCK_N"])))(
             g, u, y, N, g.stride(0), u.stride(0), act, **config
         )
     return y

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import (
     activate,
     as_segments,
@@ -18,8 +18,9 @@ from trinfer.kernels.elements import (
     load_bias,
     pick_segment,
 )
+from trinfer.kernels.launch import launch, launched, launcher
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref
-from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output
+from trinfer.kernels.op import Op, nbytes, next_power_of_2, output
 from trinfer.kernels.row_elements import (
     hold_rows,
     load_rows,
@@ -170,7 +171,7 @@ def _gemv_kernel(
         tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@tuned
+@launcher
 def gemv(
     x: Tensor,
     weight: Tensor | tuple[Tensor, ...],
@@ -237,7 +238,7 @@ def gemv(
     scalars = (M, *sizes, K, stride_wn, stride_wk, *strides, norm_tensors[2], scale, *norm_constants)
     launched("gemv", x, *pointers)
     grid = (sum([-(-n // config["BLOCK_N"]) for n in outputs]),)
-    _gemv_kernel[grid](x.contiguous(), *pointers, *scalars, act, gated, is_transposed, **config)
+    launch(_gemv_kernel, grid)(x.contiguous(), *pointers, *scalars, act, gated, is_transposed, **config)
     return y
 
 

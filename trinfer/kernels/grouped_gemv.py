@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
@@ -18,7 +18,8 @@ from trinfer.kernels.elements import (
     experts_ref,
     gate_up,
 )
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_rows, nbytes, wide
 
 MAX_PAIRS = 64
 
@@ -157,7 +158,7 @@ def _grouped_gemv_kernel(
     tl.store(y_ptr + y_offs, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
-@tuned
+@launcher
 def grouped_gemv(
     x: Tensor,
     weight: Tensor | tuple[Tensor, Tensor],
@@ -211,7 +212,7 @@ def grouped_gemv(
     pointers = (x, weights[0], weights[1] if gated else None, biases[0], biases[1] if gated else None)
     stride_be = biases[0].stride(0) if biases[0] is not None else 0
     launched("grouped_gemv")
-    _grouped_gemv_kernel[(-(-N // config["BLOCK_N"]), len(y))](
+    launch(_grouped_gemv_kernel, (-(-N // config["BLOCK_N"]), len(y)))(
         *pointers, ids.contiguous(), None if combine is None else combine.contiguous(),
         None if residual is None else residual.contiguous(), y, N, K, E, x.stride(0), *weights[0].stride(),
         stride_be, act, top_k, is_transposed, **config,

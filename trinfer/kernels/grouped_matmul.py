@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
@@ -19,7 +19,8 @@ from trinfer.kernels.elements import (
     experts_ref,
     gate_up,
 )
-from trinfer.kernels.op import Op, as_rows, cpu_columns, launched, nbytes, next_power_of_2
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_rows, cpu_columns, nbytes, next_power_of_2
 
 
 class _Key(NamedTuple):
@@ -145,7 +146,7 @@ def _grouped_matmul_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
 
-@tuned
+@launcher
 def grouped_matmul(
     x: Tensor,
     weight: Tensor | tuple[Tensor, Tensor],
@@ -202,7 +203,7 @@ def grouped_matmul(
     strides = (x.stride(0), *weights[0].stride(), biases[0].stride(0) if biases[0] is not None else 0)
     pointers = (x, weights[0], weights[1] if gated else None, biases[0], biases[1] if gated else None)
     launched("grouped_matmul")
-    _grouped_matmul_kernel[(tiles * -(-N // config["BLOCK_N"]),)](
+    launch(_grouped_matmul_kernel, (tiles * -(-N // config["BLOCK_N"]),))(
         *pointers, order, offsets, y, P, N, K, E, *strides, act, P // len(x) if gather else 0, scatter,
         BLOCK_E=next_power_of_2(E + 1), **config,
     )  # fmt: skip

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.argmax_elements import argmax_memory, finish_argmax, rank
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_rows, nbytes, wide
 
 
 class _Key(NamedTuple):
@@ -70,7 +71,7 @@ def _gumbel_kernel(
     finish_argmax(best_ptr, best_ptr + M, token_ptr + pid_m, 1, tl.num_programs(1), 1)
 
 
-@tuned
+@launcher
 def gumbel(
     logits: Tensor,
     temperature: float | Tensor,
@@ -116,7 +117,7 @@ def gumbel(
         launched("gumbel")
         pointers = (rows, temperature, seed, offset, scratch, tokens)
         is_tensor = isinstance(temperature, Tensor)
-        _gumbel_kernel[grid](*pointers, M, V, rows.stride(0), is_tensor, **config)
+        launch(_gumbel_kernel, grid)(*pointers, M, V, rows.stride(0), is_tensor, **config)
     return tokens
 
 

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
+from trinfer.kernels.launch import launch, launched, launcher
 from trinfer.kernels.norm_elements import check_norm
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, rows_output, unit_strides, wide
+from trinfer.kernels.op import Op, as_rows, nbytes, rows_output, unit_strides, wide
 
 
 class _Key(NamedTuple):
@@ -61,7 +62,7 @@ def _layer_norm_kernel(
     tl.store(y_ptr + pid_m * stride_ym + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
-@tuned
+@launcher
 def layer_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -110,7 +111,7 @@ def layer_norm(
         launched("layer_norm", rows, res, y, h)
         tensors = (rows, res, *unit_strides(weight, bias), added, y, h)
         strides = [N if t is None else t.stride(0) for t in (rows, res, added, as_rows(y))]
-        _layer_norm_kernel[(M,)](*tensors, N, *strides, eps, weight_offset, **config)
+        launch(_layer_norm_kernel, (M,))(*tensors, N, *strides, eps, weight_offset, **config)
     return y if h is None else (y, h)
 
 

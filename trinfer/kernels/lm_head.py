@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.argmax_elements import argmax_memory, finish_argmax, rank
 from trinfer.kernels.elements import as_segments, linear_ref
+from trinfer.kernels.launch import launch, launched, launcher
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise_ref
-from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, output_of
+from trinfer.kernels.op import Op, nbytes, next_power_of_2, output_of
 from trinfer.kernels.row_elements import (
     hold_rows,
     load_rows,
@@ -138,7 +139,7 @@ def _lm_head_kernel(
     finish_argmax(scratch_ptr, scratch_ptr + M, token_ptr, M, tl.num_programs(0), 16)
 
 
-@tuned
+@launcher
 def lm_head(
     x: Tensor,
     weight: Tensor,
@@ -196,7 +197,7 @@ def lm_head(
     pointers = (x.contiguous(), *norm_tensors[:2], weight, bias, logits, scratch, tokens)
     scalars = (M, V, K, *weight.stride(), norm_tensors[2], scale, softcap)
     launched("lm_head", *pointers)
-    _lm_head_kernel[(-(-V // (config["BLOCK_N"] * config["BLOCKS"])),)](
+    launch(_lm_head_kernel, (-(-V // (config["BLOCK_N"] * config["BLOCKS"])),))(
         *pointers, *scalars, *norm_constants, is_transposed, dtype == torch.float32, **config
     )
     return logits, tokens

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import (
     activate,
     as_segments,
@@ -20,8 +20,9 @@ from trinfer.kernels.elements import (
     pad_to_three,
     pick_segment,
 )
+from trinfer.kernels.launch import launch, launched, launcher
 from trinfer.kernels.norm_elements import Norm, norm_options, normalise, normalise_ref, row_statistics
-from trinfer.kernels.op import Op, as_rows, cpu_columns, launched, nbytes, next_power_of_2, output
+from trinfer.kernels.op import Op, as_rows, cpu_columns, nbytes, next_power_of_2, output
 
 
 class _Key(NamedTuple):
@@ -144,7 +145,7 @@ def _matmul_kernel(
     tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@tuned
+@launcher
 def matmul(
     x: Tensor,
     weight: Tensor | tuple[Tensor, ...],
@@ -204,7 +205,7 @@ def matmul(
     pointers = (rows, *norm_tensors[:2], *pad_to_three(weights), *pad_to_three(biases), residual, y)
     scalars = (M, *pad_to_three(sizes), K, rows.stride(0), *common_strides(weights), norm_tensors[2], scale)
     launched("matmul", *pointers)
-    _matmul_kernel[(tiles,)](*pointers, *scalars, *norm_constants, act, gated, **config)
+    launch(_matmul_kernel, (tiles,))(*pointers, *scalars, *norm_constants, act, gated, **config)
     return y
 
 

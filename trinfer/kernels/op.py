@@ -1,8 +1,6 @@
 """The record that describes an op to tests, benchmarks, tuner and compile gate; what launchers share."""
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,44 +29,6 @@ class Op:
     cost: Callable[..., tuple[int, int]]
     writes: tuple[str, ...] = ()
     revision: int = 1
-
-
-_counters: list[Counter[str]] = []
-_lists: list[list[tuple[str, tuple[Tensor | None, ...]]]] = []
-
-
-@contextlib.contextmanager
-def count_launches() -> Iterator[Counter[str]]:
-    """Count, by op name, the launches inside the `with` block that run as Triton; references do not count."""
-    counter: Counter[str] = Counter()
-    _counters.append(counter)
-    try:
-        yield counter
-    finally:
-        # by identity: two counters that hold the same numbers are equal
-        _counters[:] = [c for c in _counters if c is not counter]
-
-
-@contextlib.contextmanager
-def list_launches() -> Iterator[list[tuple[str, tuple[Tensor | None, ...]]]]:
-    """The op names of the launches inside the `with` block, in order, with the tensors that each told of."""
-    launches: list[tuple[str, tuple[Tensor | None, ...]]] = []
-    _lists.append(launches)
-    try:
-        yield launches
-    finally:
-        _lists[:] = [entry for entry in _lists if entry is not launches]
-
-
-def launched(name: str, *tensors: Tensor | None) -> None:
-    """Tell everyone who counts or lists launches that the kernel of op `name` is about to run.
-
-    `tensors` are those that it reads and writes from end to end, as far as they matter for its time.
-    """
-    for counter in _counters:
-        counter[name] += 1
-    for launches in _lists:
-        launches.append((name, tensors))
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.heads import Prologue, check_prologue, copy_heads, prologue_ref
-from trinfer.kernels.op import Op, launched, nbytes, unit_stride
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, nbytes, unit_stride
 from trinfer.kernels.scores import load_range
 
 
@@ -123,7 +124,7 @@ def _qkv_post_kernel(
         tl.store(v_cache_ptr + offs_g * stride_yg + offs_v, v, mask=mask)
 
 
-@tuned
+@launcher
 def qkv_post(
     q: Tensor,
     k: Tensor,
@@ -181,7 +182,7 @@ def qkv_post(
         tensors = (q, k, v, positions, rows, kv_range, *prologue.tables, o, k_cache, v_cache)
         sizes = (H, G, N, len(k_cache), *[n for x in strides for n in x])
         launched("qkv_post")
-        _qkv_post_kernel[(M, B)](*tensors, *sizes, *prologue.constants(D), D, DV, **config)
+        launch(_qkv_post_kernel, (M, B))(*tensors, *sizes, *prologue.constants(D), D, DV, **config)
     return o.transpose(1, 2)
 
 

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import activate, check_act, load_bias, pad_to_three, pick_segment
-from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, nbytes, next_power_of_2
 from trinfer.kernels.quant_elements import (
     check_residual,
     layout_of,
@@ -129,7 +130,7 @@ def _quant_gemv_kernel(
         tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@tuned
+@launcher
 def quant_gemv(
     x: Tensor,
     weight: Tensor | tuple[Tensor, ...],
@@ -183,14 +184,14 @@ def quant_gemv(
         return y
     bits, width, H, has_tail = layout_of(weights[0], K, group)
     config = choose(OP, _Key(x.dtype, next_power_of_2(M), sizes[0], K, bits, width, gated))
-    block = config["BLOCK_N"]
+    grid = (sum([-(-n // config["BLOCK_N"]) for n in outputs]),)
     residual = residual if residual is None else residual.contiguous()
     parts = (*pad_to_three(weights), *pad_to_three(scales), *pad_to_three(biases))
     pointers = (x.contiguous(), *parts, residual, y)
     scalars = (M, *pad_to_three(sizes), K, H, weights[0].stride(0), scales[0].stride(0))
     options = (act, gated, bits, width, scales[0].dim() == 3, has_tail)
     launched("quant_gemv")
-    _quant_gemv_kernel[(sum([-(-n // block) for n in outputs]),)](*pointers, *scalars, *options, **config)
+    launch(_quant_gemv_kernel, grid)(*pointers, *scalars, *options, **config)
     return y
 
 

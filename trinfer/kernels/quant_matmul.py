@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import activate, check_act, load_bias, pad_to_three, pick_segment
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_rows, nbytes, next_power_of_2
 from trinfer.kernels.quant_elements import (
     check_residual,
     layout_of,
@@ -126,7 +127,7 @@ def _quant_matmul_kernel(
     tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@tuned
+@launcher
 def quant_matmul(
     x: Tensor,
     weight: Tensor | tuple[Tensor, ...],
@@ -188,7 +189,7 @@ def quant_matmul(
     strides = (rows.stride(0), weights[0].stride(0), scales[0].stride(0))
     options = (act, gated, bits, width, scales[0].dim() == 3, has_tail)
     launched("quant_matmul")
-    _quant_matmul_kernel[(tiles,)](
+    launch(_quant_matmul_kernel, (tiles,))(
         rows, x_scale, *parts, residual, y, M, *pad_to_three(sizes), K, H, *strides, *options, **config
     )
     return y

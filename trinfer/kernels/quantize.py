@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
+from trinfer.autotune import Config, choose
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_rows, nbytes, wide
 from trinfer.kernels.quant_elements import group_size, stored_columns
 
 # the smallest normal number as least scale: zeros get codes of 0 and nothing divides by 0
@@ -102,7 +103,7 @@ def _quantize_kernel(
         tl.store(scale_ptrs + G, zero, mask=mask_m)
 
 
-@tuned
+@launcher
 def quantize(
     x: Tensor, *, bits: int = 8, group: int | None = None, symmetric: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -141,7 +142,7 @@ def quantize(
     config = choose(OP, _Key(x.dtype, width, bits, symmetric))
     grid = (-(-M // config["BLOCK_M"]), G)
     launched("quantize")
-    _quantize_kernel[grid](
+    launch(_quantize_kernel, grid)(
         rows, q, scale, M, K, width, rows.stride(0), q.shape[-1], bits, symmetric, **config
     )
     return q, scale

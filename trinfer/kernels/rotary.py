@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.heads import check_rotated, copy_heads, rotate_ref
-from trinfer.kernels.op import Op, launched, nbytes, unit_stride, wide
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, nbytes, unit_stride, wide
 
 
 class _Key(NamedTuple):
@@ -76,7 +77,7 @@ def _rotary_kernel(
         )
 
 
-@tuned
+@launcher
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -113,7 +114,7 @@ def rotary(
             cos, sin = cos.contiguous(), sin.contiguous()
         config = choose(OP, _Key(q.dtype, H, D, R))
         launched("rotary")
-        _rotary_kernel[(M, B)](
+        launch(_rotary_kernel, (M, B))(
             q,
             k,
             cos,

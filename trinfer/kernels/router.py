@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
+from trinfer.autotune import Config, choose
 from trinfer.kernels.elements import load_bias
-from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2, wide
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, nbytes, next_power_of_2, wide
 from trinfer.kernels.routing_elements import check_routing, choose_experts, routing_rule_ref
 from trinfer.kernels.row_elements import row_product
 
@@ -90,7 +91,7 @@ def _router_kernel(
             tl.store(weights_ptr + offs, weights * scale, mask=mask_t)
 
 
-@tuned
+@launcher
 def router(
     x: Tensor,
     weight: Tensor,
@@ -149,7 +150,7 @@ def router(
     config = choose(OP, _Key(x.dtype, E, K, top_k))
     pointers = (x.contiguous(), weight, bias, choice_bias, logits, ids, weights, ticket)
     launched("router", *pointers)
-    _router_kernel[(-(-E // config["BLOCK_N"]),)](
+    launch(_router_kernel, (-(-E // config["BLOCK_N"]),))(
         *pointers, M, E, K, *weight.stride(), scale, *rule, BLOCK_E=next_power_of_2(E),
         BLOCK_T=next_power_of_2(top_k), **config,
     )  # fmt: skip

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, next_power_of_2
+from trinfer.autotune import Config, choose
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_rows, nbytes, next_power_of_2
 from trinfer.kernels.routing_elements import check_routing, choose_experts, routing_rule_ref
 
 
@@ -59,7 +60,7 @@ def _routing_kernel(
     tl.store(weights_ptr + offs, weights * scale, mask=mask_m & mask_k)
 
 
-@tuned
+@launcher
 def routing(
     logits: Tensor,
     top_k: int,
@@ -112,7 +113,7 @@ def routing(
     M = rows.shape[0]
     config = choose(OP, _Key(E, top_k))
     launched("routing")
-    _routing_kernel[(-(-M // config["BLOCK_M"]),)](
+    launch(_routing_kernel, (-(-M // config["BLOCK_M"]),))(
         rows, bias, ids, weights, M, E, rows.stride(0), scale, scoring, renormalize, top_k, num_groups,
         kept_groups, group_best, BLOCK_E=next_power_of_2(E), BLOCK_K=next_power_of_2(top_k), **config,
     )  # fmt: skip

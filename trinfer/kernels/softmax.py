@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
-from trinfer.kernels.op import Op, as_rows, launched, nbytes, wide
+from trinfer.autotune import Config, choose
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, as_rows, nbytes, wide
 
 
 class _Key(NamedTuple):
@@ -53,7 +54,7 @@ def _softmax_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK_N: tl.constexpr, SPANS_N: 
             tl.store(y_ptr + n + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
 
 
-@tuned
+@launcher
 def softmax(x: Tensor) -> Tensor:
     """y = exp(x) / sum(exp(x)), over the last dimension.
 
@@ -76,7 +77,7 @@ def softmax(x: Tensor) -> Tensor:
         M, N = rows.shape
         config = choose(OP, _Key(x.dtype, N))
         launched("softmax")
-        _softmax_kernel[(M,)](rows, y, N, rows.stride(0), SPANS_N=config["BLOCK_N"] >= N, **config)
+        launch(_softmax_kernel, (M,))(rows, y, N, rows.stride(0), SPANS_N=config["BLOCK_N"] >= N, **config)
     return y
 
 

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trinfer import backend
-from trinfer.autotune import Config, choose, tuned
-from trinfer.kernels.op import Op, launched, nbytes, next_power_of_2
+from trinfer.autotune import Config, choose
+from trinfer.kernels.launch import launch, launched, launcher
+from trinfer.kernels.op import Op, nbytes, next_power_of_2
 
 
 class _Key(NamedTuple):
@@ -41,7 +42,7 @@ def _sort_by_expert_kernel(ids_ptr, order_ptr, offsets_ptr, P, E, BLOCK_P: tl.co
         at += tl.sum(mine.to(tl.int32), 0)
 
 
-@tuned
+@launcher
 def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """order = stable argsort of ids, offsets[e] = how many ids are smaller than e.
 
@@ -75,7 +76,9 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         return order, offsets.zero_()
     config = choose(OP, _Key(next_power_of_2(P), num_experts))
     launched("sort_by_expert")
-    _sort_by_expert_kernel[(num_experts + 1,)](ids.contiguous(), order, offsets, P, num_experts, **config)
+    launch(_sort_by_expert_kernel, (num_experts + 1,))(
+        ids.contiguous(), order, offsets, P, num_experts, **config
+    )
     return order, offsets
 
 

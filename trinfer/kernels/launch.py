@@ -1,0 +1,278 @@
+"""A launcher and its launch: counted, listed, and quick from the second call with arguments of one kind.
+
+Checks, the choice of a configuration and Triton's own look-up cost more than the work of a small kernel, and
+all of them follow from shapes, strides, dtypes and options. A launcher goes that way once for each kind of
+arguments; later calls hand their tensors to the kernel that came out.
+"""
+
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trinfer.autotune import is_watched, on_forget, tuned
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# a server meets some hundred; whoever meets more starts anew
+_MOST_KINDS = 4096
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+
+_counters: list[Counter[str]] = []
+_lists: list[list[tuple[str, tuple[Tensor | None, ...]]]] = []
+
+
+@contextlib.contextmanager
+def count_launches() -> Iterator[Counter[str]]:
+    """Count, by op name, the launches inside the `with` block that run as Triton; references do not count."""
+    counter: Counter[str] = Counter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        # by identity: two counters that hold the same numbers are equal
+        _counters[:] = [c for c in _counters if c is not counter]
+
+
+@contextlib.contextmanager
+def list_launches() -> Iterator[list[tuple[str, tuple[Tensor | None, ...]]]]:
+    """The op names of the launches inside the `with` block, in order, with the tensors that each told of."""
+    launches: list[tuple[str, tuple[Tensor | None, ...]]] = []
+    _lists.append(launches)
+    try:
+        yield launches
+    finally:
+        _lists[:] = [entry for entry in _lists if entry is not launches]
+
+
+def launched(name: str, *tensors: Tensor | None) -> None:
+    """Tell everyone who counts or lists launches that the kernel of op `name` is about to run.
+
+    `tensors` are those that it reads and writes from end to end, as far as they matter for its time.
+    """
+    _first.name = name
+    _count(name)
+    for launches in _lists:
+        launches.append((name, tensors))
+
+
+def _count(name: str) -> None:
+    for counter in _counters:
+        counter[name] += 1
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """`kernel[grid]`, whose outcome the launcher around it may use again."""
+    run = kernel[grid]
+    return run if _first.launches is None else functools.partial(_note, kernel, grid)
+
+
+def _note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    compiled = kernel[grid](*arguments, **named)
+    rest = kernel.arg_names[len(arguments) :]
+    # Triton's interpreter gives None, and its own decorators add arguments that are not seen here
+    if compiled is None or not all(name in named for name in rest):
+        _first.note(None)
+    else:
+        every = (*arguments, *(named[name] for name in rest))
+        _first.note(_Launch(_first.name, compiled[(*grid, 1, 1)[:3]], every))
+
+
+def launcher(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a launcher of a function that checks its arguments, makes its results and calls `launch`.
+
+    From the second call with arguments of one kind on, the function itself is skipped: new results, the same
+    kernel on the same grid. The kind is everything but the numbers in the tensors: shapes, strides, dtypes,
+    alignment, device, which of them begin at one address, and all other arguments.
+
+    That is done only if this holds for the first call of the kind: one launch; every tensor that it takes is
+    an argument of the function or one of its results, all of which are new memory; the function calls no
+    other launcher, computes nothing with torch and reads no numbers of a tensor (`tolist` and `numpy` go
+    unnoticed: a launcher must not call them); its other arguments are None, bool, int, float, str or dtype,
+    also in tuples. While a search or a test watches choices, or someone lists launches, every call goes the
+    long way.
+    """
+    chosen = tuned(function)
+    memory: dict[tuple[Any, ...], _Known[R]] = {}
+    on_forget(memory.clear)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _first.launches is not None:
+            _first.note(None)
+        parts: list[Any] = []
+        tensors: list[Tensor] = []
+        values = (*args, tuple(kwargs), *kwargs.values())
+        if is_watched() or _lists or not _describe(values, parts, tensors) or not tensors:
+            return chosen(*args, **kwargs)
+        addresses = [x.data_ptr() for x in tensors]
+        _describe_memory(addresses, tensors[0].device, parts)
+        kind = tuple(parts)
+        known = memory.get(kind)
+        if known is not None:
+            return known.launch(tensors)
+        result, made = _call_first(chosen, args, kwargs)
+        known = None if made is None else _learn(made, addresses, result)
+        if known is not None:
+            if len(memory) >= _MOST_KINDS:
+                memory.clear()
+            memory[kind] = known
+        return result
+
+    # the storage of a tensor on an AMD GPU says what Triton compiles for it, which costs too much to ask
+    return chosen if torch.version.hip else call
+
+
+def _describe(values: Iterable[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
+    """Add what a launch may depend on, and the tensors in order; False if some value is of no known kind."""
+    for value in values:
+        if type(value) in _PLAIN:
+            parts.append(value)
+        elif isinstance(value, Tensor):
+            parts += (value.shape, value.stride(), value.dtype)
+            tensors.append(value)
+        elif isinstance(value, tuple):
+            parts += (tuple, len(value))
+            if not _describe(value, parts, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
+def _describe_memory(addresses: list[int], device: torch.device, parts: list[Any]) -> None:
+    """Add the device, what Triton asks of addresses, and which tensors begin at the same one."""
+    parts.append(device)
+    if device.type == "cuda":
+        # where Triton launches
+        parts.append(torch.cuda.current_device())
+    bits = 0
+    for address in addresses:
+        bits |= address
+    if bits % 16:
+        parts += [address % 16 for address in addresses]
+    if len({*addresses}) < len(addresses):
+        parts.append(tuple([addresses.index(address) for address in addresses]))
+
+
+class _Launch(NamedTuple):
+    """A launch that was made."""
+
+    name: str | None
+    run: Callable[..., None]
+    """Triton's launch of the compiled kernel on the grid."""
+    arguments: tuple[Any, ...]
+    """All of the kernel."""
+
+
+class _First(threading.local):
+    """The first call of a kind, if this thread is making one."""
+
+    launches: list[_Launch | None] | None = None
+    """What it has launched; None for what cannot be used again, such as a call of another launcher."""
+    name: str | None = None
+    """The op that it has told of."""
+
+    def note(self, launch: _Launch | None) -> None:
+        if self.launches is not None:
+            self.launches.append(launch)
+
+
+_first = _First()
+
+
+def _call_first(function: Callable[..., R], args: Any, kwargs: Any) -> tuple[R, _Launch | None]:
+    """The result of a call, and its launch if nothing else was done with the numbers of tensors."""
+    before, _first.launches = _first.launches, []
+    _first.name = None
+    try:
+        with _TorchOps() as ops:
+            result = function(*args, **kwargs)
+        launches = _first.launches
+    finally:
+        _first.launches = before
+    return result, launches[0] if len(launches) == 1 and not ops.compute else None
+
+
+class _TorchOps(TorchDispatchMode):
+    """Notices whether torch does more than make memory and views of it."""
+
+    compute = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.compute = self.compute or not _makes_memory_or_views(func._schema)
+        return func(*args, **(kwargs or {}))
+
+
+def _makes_memory_or_views(schema: Any) -> bool:
+    name = schema.name.removeprefix("aten::").removeprefix("new_")
+    is_view = all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return name.startswith("empty") or is_view
+
+
+class _Known(NamedTuple, Generic[R]):
+    """What the first call with arguments of a kind came to, without its tensors."""
+
+    name: str | None
+    """The op, if the launcher tells of its launches."""
+    run: Callable[..., None]
+    arguments: list[Any]
+    """Those of the kernel, whatever in the places of tensors."""
+    places: list[tuple[int, int]]
+    """(place among the arguments of the kernel, number among the tensors of a call and its results)"""
+    results: list[Callable[[], Tensor] | None]
+    """What makes their memory."""
+    is_tuple: bool
+
+    def launch(self, tensors: list[Tensor]) -> R:
+        """Launch with other tensors of the kind."""
+        results = [None if make is None else make() for make in self.results]
+        arguments, every = self.arguments.copy(), [*tensors, *results]
+        for place, number in self.places:
+            arguments[place] = every[number]
+        if self.name is not None:
+            _count(self.name)
+        self.run(*arguments)
+        return cast(R, tuple(results) if self.is_tuple else results[0])
+
+
+def _learn(launch: _Launch, addresses: list[int], result: R) -> _Known[R] | None:
+    """What a call came to whose tensors began at `addresses`; None if some other memory took part."""
+    is_tuple = type(result) is tuple
+    results: list[Any] = list(cast(Any, result)) if is_tuple else [result]
+    made = [x for x in results if isinstance(x, Tensor)]
+    if not made or not all(x is None or isinstance(x, Tensor) and _fills_memory(x) for x in results):
+        return None
+    every = addresses + [0 if x is None else x.data_ptr() for x in results]
+    arguments, places = list(launch.arguments), []
+    for place, value in enumerate(arguments):
+        if isinstance(value, Tensor):
+            if value.data_ptr() not in every:
+                return None
+            arguments[place] = None
+            places.append((place, every.index(value.data_ptr())))
+        elif type(value) not in _PLAIN:
+            return None
+    numbers = {number for _, number in places if number >= len(addresses)}
+    # each result is one that the kernel takes, and none is an argument of the launcher
+    if len(numbers) < len(made):
+        return None
+    return _Known(launch.name, launch.run, arguments, places, [_maker(x) for x in results], is_tuple)
+
+
+def _fills_memory(x: Tensor) -> bool:
+    return x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+def _maker(x: Tensor | None) -> Callable[[], Tensor] | None:
+    if x is None:
+        return None
+    return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
