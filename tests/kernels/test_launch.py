@@ -19,8 +19,8 @@ from trinfer.kernels.launch import launch, launched, launcher
 
 pytestmark = pytest.mark.skipif(backend.kind() != "cpu", reason="launches on the CPU backend")
 
-# they make memory of zeros for themselves, or write into an argument, which is checked every time
-ALWAYS_LONG = {"advance", "gumbel", "lm_head", "router"}
+# they make memory of zeros for themselves
+ALWAYS_LONG = {"gumbel", "lm_head", "router"}
 FP32 = torch.float32
 
 
@@ -46,7 +46,7 @@ def test_the_second_call_of_a_kind_computes_with_its_own_tensors(op, asked):
     assert launches == {op.name: 1}
     for actual, earlier, expected in zip(results, first, as_tuple(truth(op.ref, **for_truth)), strict=True):
         assert (actual.shape, actual.stride()) == (earlier.shape, earlier.stride())
-        assert actual.untyped_storage().data_ptr() != earlier.untyped_storage().data_ptr()
+        assert actual is arguments.get("token") or actual.data_ptr() != earlier.data_ptr()
         if actual.is_floating_point():
             assert_close(actual, expected, FP32)
         else:
@@ -112,15 +112,27 @@ def test_bad_arguments_are_refused_as_often_as_they_come():
 
 
 def test_memory_for_the_result_is_checked_every_time(asked):
-    x, w, _ = operands()
-    memory = make((80,), FP32, 0)
-    for out in (torch.empty(1, 40), torch.empty(1, 40)):
-        assert gemv(x, w, out=out) is out
-        assert_close(out, truth(gemv_ref, x, w), FP32)
-    x = memory[40:].view(1, 40)
+    x, w, residual = operands()
+    expected = truth(gemv_ref, x, w, residual=residual)
+    for _ in range(2):
+        out = torch.empty(1, 40)
+        assert gemv(x, w, residual=residual, out=out) is out
+        assert_close(out, expected, FP32)
+    assert asked == ["gemv"]
+    for _ in range(2):
+        out = residual.clone()
+        assert gemv(x, w, residual=out, out=out) is out
+        assert_close(out, expected, FP32)
+    assert asked == ["gemv"] * 2
     gemv(x, w, out=torch.empty(1, 40))
-    with pytest.raises(ValueError, match="out shares memory"):
-        gemv(x, w, out=memory[36:76].view(1, 40))
+    assert asked == ["gemv"] * 3
+    memory = make((100,), FP32, 0)
+    for begin in (36, 44, 40):
+        place = memory.clone()
+        with pytest.raises(ValueError, match="out shares memory"):
+            gemv(place[40:80].view(1, 40), w, out=place[begin : begin + 40].view(1, 40))
+        assert torch.equal(place, memory)
+    gemv(x, w, out=torch.empty(1, 40))
     assert asked == ["gemv"] * 3
 
 
@@ -202,6 +214,7 @@ class TestWhatIsDoneOnceMore:
             lambda x: x[0].item(),
             lambda x: float(x[0]),
             lambda x: x.add_(1),
+            lambda x: torch._foreach_add_([x], 1),
             lambda x: bool((x > 0).any()),
             lambda x: relu(x),
             lambda x: torch.zeros(3),

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinfer.autotune import is_watched, on_forget, tuned
+from trinfer.kernels.op import spanned
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,14 +93,14 @@ def launcher(function: Callable[P, R]) -> Callable[P, R]:
     alignment, device, which of them begin at one address, and all other arguments.
 
     That is done only if this holds for the first call of the kind: one launch; every tensor that it takes is
-    an argument of the function or one of its results, all of which are new memory; the function calls no
-    other launcher, computes nothing with torch and reads no numbers of a tensor (`tolist` and `numpy` go
-    unnoticed: a launcher must not call them); its other arguments are None, bool, int, float, str or dtype,
-    also in tuples. While a search or a test watches choices, or someone lists launches, every call goes the
-    long way.
+    an argument of the function or one of its results, each of which is an argument itself or new memory; the
+    function calls no other launcher, computes nothing with torch and reads no numbers of a tensor (`tolist`
+    and `numpy` go unnoticed: a launcher must not call them); its other arguments are None, bool, int, float,
+    str or dtype, also in tuples. A call whose result is an argument that others reach into, one while a
+    search or a test watches choices, and one while someone lists launches go the long way.
     """
     chosen = tuned(function)
-    memory: dict[tuple[Any, ...], _Known[R]] = {}
+    memory: dict[tuple[Any, ...], _Known[R] | None] = {}
     on_forget(memory.clear)
 
     @functools.wraps(function)
@@ -115,14 +116,14 @@ def launcher(function: Callable[P, R]) -> Callable[P, R]:
         _describe_memory(addresses, tensors[0].device, parts)
         kind = tuple(parts)
         known = memory.get(kind)
-        if known is not None:
+        if known is not None and not (known.written and known.overlap(addresses)):
             return known.launch(tensors)
+        if kind in memory:
+            return chosen(*args, **kwargs)
         result, made = _call_first(chosen, args, kwargs)
-        known = None if made is None else _learn(made, addresses, result)
-        if known is not None:
-            if len(memory) >= _MOST_KINDS:
-                memory.clear()
-            memory[kind] = known
+        if len(memory) >= _MOST_KINDS:
+            memory.clear()
+        memory[kind] = None if made is None else _learn(made, tensors, addresses, result)
         return result
 
     # the storage of a tensor on an AMD GPU says what Triton compiles for it, which costs too much to ask
@@ -214,7 +215,8 @@ class _TorchOps(TorchDispatchMode):
 
 def _makes_memory_or_views(schema: Any) -> bool:
     name = schema.name.removeprefix("aten::").removeprefix("new_")
-    is_view = all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    aliases = [r.alias_info for r in schema.returns]
+    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
     return name.startswith("empty") or is_view
 
 
@@ -225,16 +227,29 @@ class _Known(NamedTuple, Generic[R]):
     """The op, if the launcher tells of its launches."""
     run: Callable[..., None]
     arguments: list[Any]
-    """Those of the kernel, whatever in the places of tensors."""
+    """Those of the kernel, with None in the places of tensors."""
     places: list[tuple[int, int]]
     """(place among the arguments of the kernel, number among the tensors of a call and its results)"""
-    results: list[Callable[[], Tensor] | None]
-    """What makes their memory."""
+    results: list[Any]
+    """What makes the memory of each, or the number of the tensor that it is, or None."""
     is_tuple: bool
+    written: list[int]
+    """The tensors that are results; no other may reach into their memory."""
+    sizes: list[int]
+    """Bytes that each tensor spans."""
+
+    def overlap(self, addresses: list[int]) -> bool:
+        """True if what is written reaches into others, so that the launcher has to look at it."""
+        for number in self.written:
+            begin, size = addresses[number], self.sizes[number]
+            for other, others_size in zip(addresses, self.sizes, strict=True):
+                if other != begin and other < begin + size and begin < other + others_size:
+                    return True
+        return False
 
     def launch(self, tensors: list[Tensor]) -> R:
         """Launch with other tensors of the kind."""
-        results = [None if make is None else make() for make in self.results]
+        results = [r() if callable(r) else r if r is None else tensors[r] for r in self.results]
         arguments, every = self.arguments.copy(), [*tensors, *results]
         for place, number in self.places:
             arguments[place] = every[number]
@@ -244,14 +259,15 @@ class _Known(NamedTuple, Generic[R]):
         return cast(R, tuple(results) if self.is_tuple else results[0])
 
 
-def _learn(launch: _Launch, addresses: list[int], result: R) -> _Known[R] | None:
-    """What a call came to whose tensors began at `addresses`; None if some other memory took part."""
+def _learn(launch: _Launch, tensors: list[Tensor], addresses: list[int], result: R) -> _Known[R] | None:
+    """What a call with these tensors came to; None if other memory than theirs and new results took part."""
     is_tuple = type(result) is tuple
-    results: list[Any] = list(cast(Any, result)) if is_tuple else [result]
-    made = [x for x in results if isinstance(x, Tensor)]
-    if not made or not all(x is None or isinstance(x, Tensor) and _fills_memory(x) for x in results):
+    given: list[Any] = list(cast(Any, result)) if is_tuple else [result]
+    numbers = {id(x): number for number, x in enumerate(tensors)}
+    if not all(x is None or id(x) in numbers or _is_new(x, addresses) for x in given):
         return None
-    every = addresses + [0 if x is None else x.data_ptr() for x in results]
+    results = [numbers[id(x)] if id(x) in numbers else _maker(x) for x in given]
+    every = addresses + [0 if x is None else x.data_ptr() for x in given]
     arguments, places = list(launch.arguments), []
     for place, value in enumerate(arguments):
         if isinstance(value, Tensor):
@@ -261,14 +277,19 @@ def _learn(launch: _Launch, addresses: list[int], result: R) -> _Known[R] | None
             places.append((place, every.index(value.data_ptr())))
         elif type(value) not in _PLAIN:
             return None
-    numbers = {number for _, number in places if number >= len(addresses)}
-    # each result is one that the kernel takes, and none is an argument of the launcher
-    if len(numbers) < len(made):
+    new = {len(addresses) + n for n, make in enumerate(results) if callable(make)}
+    written = [number for number in results if isinstance(number, int)]
+    # the kernel writes all results
+    if not new | set(written) or not new <= {number for _, number in places}:
         return None
-    return _Known(launch.name, launch.run, arguments, places, [_maker(x) for x in results], is_tuple)
+    sizes = [spanned(x) for x in tensors]
+    return _Known(launch.name, launch.run, arguments, places, results, is_tuple, written, sizes)
 
 
-def _fills_memory(x: Tensor) -> bool:
+def _is_new(x: Any, addresses: list[int]) -> bool:
+    """True for a tensor in memory that no argument begins in and that holds nothing else."""
+    if not isinstance(x, Tensor) or x.data_ptr() in addresses:
+        return False
     return x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 

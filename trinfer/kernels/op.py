@@ -119,10 +119,16 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _addresses(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), x.data_ptr() + spanned(x)
+
+
+def spanned(x: Tensor) -> int:
+    """Bytes from the first entry of a tensor to the end of its last, gaps included."""
     if x.numel() == 0:
-        return 0, 0
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+        return 0
+    return (
+        sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    ) * x.element_size()
 
 
 def as_bias(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
