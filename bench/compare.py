@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.machine import machine
+from bench.machine import machine, results_path
 from bench.run import ratio, rounds
 from trinfer import backend
 from trinfer.cpu.record import record
@@ -223,7 +223,7 @@ def now() -> str:
 
 def save(rows: list[dict[str, Any]], facts: dict[str, Any], folder: Path) -> Path:
     """Put rows into the device's file; a row of the same name replaces the older one."""
-    path = folder / f"{backend.device_slug(backend.default_device())}.json"
+    path = results_path(folder)
     content = json.loads(path.read_text()) if path.exists() else {}
     table = {row["name"]: row for row in content.get("comparisons", [])}
     table |= {row["name"]: row | {"machine": facts} for row in rows}

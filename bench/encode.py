@@ -18,7 +18,7 @@ import torch
 
 import trinfer
 from bench.generate import DTYPES
-from bench.machine import machine
+from bench.machine import machine, results_path
 from trinfer import backend, checkpoint
 from trinfer.kernels import count_launches
 
@@ -84,7 +84,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 def save(result: dict[str, Any], folder: Path) -> Path:
     """Put the row into the device's file; a row for the same question replaces the older one."""
     device = backend.default_device()
-    path = folder / f"{backend.device_slug(device)}.json"
+    path = results_path(folder)
     content = json.loads(path.read_text()) if path.exists() else {}
     question = ("model", "dtype", "rows", "tokens")
     kept = [row for row in content.get("encode", []) if any(row[key] != result[key] for key in question)]

@@ -31,7 +31,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 import trinfer
-from bench.machine import machine
+from bench.machine import machine, results_path
 from trinfer import backend, checkpoint
 from trinfer.cache import bytes_per_token
 from trinfer.compat import kv_shape
@@ -264,7 +264,7 @@ def row(
 
 def save(result: dict[str, Any], facts: dict[str, Any], folder: Path) -> Path:
     """Put the row into the device's file; a row for the same question replaces the older one."""
-    path = folder / f"{backend.device_slug(backend.default_device())}.json"
+    path = results_path(folder)
     content = json.loads(path.read_text()) if path.exists() else {}
     question = ("model", "dtype", "batch", "competitors", "prompt_tokens", "new_tokens")
     kept = [r for r in content.get("generate", []) if any(r.get(key) != result[key] for key in question)]

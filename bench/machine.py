@@ -37,11 +37,27 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's own name for itself, where the system tells it."""
+    """The processor's own name for itself, where the system tells it, and which design it is."""
+    facts = _cpu_facts()
+    name = facts.get("model name", platform.processor())
+    return f"{name}, {_design(facts)}" if _design(facts) else name
+
+
+def results_path(folder: Path) -> Path:
+    """Where the numbers of this machine belong: processors of one feature set differ by their design."""
+    device = backend.default_device()
+    design = "" if device.type == "cuda" else _design(_cpu_facts())
+    return folder / f"{'_'.join([backend.device_slug(device), *design.split()])}.json"
+
+
+def _design(facts: dict[str, str]) -> str:
+    names = {"family": "cpu family", "model": "model"}
+    known = all(name in facts for name in names.values())
+    return " ".join(f"{short} {facts[name]}" for short, name in names.items()) if known else ""
+
+
+def _cpu_facts() -> dict[str, str]:
+    """What the system tells of the first processor."""
     info = Path("/proc/cpuinfo")
-    names = (
-        [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return names[0].partition(":")[2].strip() if names else platform.processor()
+    lines = info.read_text().partition("\n\n")[0].splitlines() if info.exists() else []
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -79,6 +79,7 @@ def comparison_tables() -> str:
             continue
         machine, dates = rows[0]["machine"], sorted(row["date"][:10] for row in rows)
         lines += [
+            *[""][: len(lines)],
             f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}, "
             f"triton {machine['triton']}, {dates[-1]}:",
             "",
@@ -102,6 +103,7 @@ def model_tables() -> str:
         machine = (decoded or encoded)[0]["machine"]
         date = max(row["date"][:10] for row in (*decoded, *encoded))
         lines += [
+            *[""][: len(lines)],
             f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}, "
             f"transformers {machine['transformers']}, triton {machine['triton']}, {date}:",
             "",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import machine
+from bench.machine import machine, results_path
 from trinfer import backend
 from trinfer.kernels import OPS
 from trinfer.kernels.op import Op
@@ -126,7 +126,7 @@ KEY = ("op", "model", "rows", "dtype", "threads")
 
 def save(rows: list[dict[str, Any]], facts: dict[str, Any], folder: Path) -> Path:
     """Put rows into the device's file; a row for the same question replaces the older one."""
-    path = folder / f"{backend.device_slug(backend.default_device())}.json"
+    path = results_path(folder)
     content = json.loads(path.read_text()) if path.exists() else {}
     table = {tuple(r[key] for key in KEY): r for r in content.get("kernels", [])}
     table |= {tuple(r[key] for key in KEY): r | {"machine": facts} for r in rows}

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import machine
+from bench.machine import machine, results_path
 from bench.run import DTYPES, MODELS, RESULTS, inputs, questions
 from trinfer import backend, kernels
 from trinfer.autotune import Call, choose, collect, forget, suspended
@@ -97,7 +97,7 @@ def verdict(rows: list[dict[str, Any]], hit: float) -> dict[str, Any]:
 
 def save(rows: list[dict[str, Any]], result: dict[str, Any], folder: Path) -> Path:
     """Replace the list `tune` of the device's file."""
-    path = folder / f"{backend.device_slug(backend.default_device())}.json"
+    path = results_path(folder)
     content = json.loads(path.read_text()) if path.exists() else {}
     content["tune"] = {"machine": machine(backend.default_device()), **result, "rows": rows}
     folder.mkdir(parents=True, exist_ok=True)
