@@ -57,11 +57,11 @@ def _launch() -> Sides:
     x, weight = _random(1, 64), _random(64, 64)
 
     def long_way() -> Tensor:
-        # for a list every launcher checks, chooses and asks Triton
+        # while launches are listed every launcher checks, chooses and asks Triton
         with list_launches():
             return gemv(x, weight)
 
-    return {"trinfer": lambda: gemv(x, weight), "the first launch of a kind": long_way}
+    return {"trinfer": lambda: gemv(x, weight), "the long way": long_way}
 
 
 def _norm() -> Sides:
@@ -180,7 +180,7 @@ def _codes(bits: int, group: int | None) -> Callable[[], Sides]:
 
 _HEADS = "causal attention, 9 query and 3 kv heads of 64, 512 tokens"
 COMPARISONS = (
-    Comparison("launch of a product 64x64 fp32", 1, _launch),
+    Comparison("launch of a product 64x64 fp32, its kind known", 1, _launch),
     Comparison("rms_norm 128x576 fp32", 1, _norm),
     Comparison("linear and gelu 128x576x1536 fp32", 1, _linear_gelu),
     Comparison(f"{_HEADS}, fp32", 1, _attention(torch.float32)),

@@ -407,6 +407,12 @@ def test_op_file_is_complete(op: str) -> None:
         f"test tests/kernels/test_{op}.py": (ROOT / "tests" / "kernels" / f"test_{op}.py").exists(),
     }
     violations = [f"{module.path} has no {part}" for part, is_there in parts.items() if not is_there]
+    # a launch that `launch` does not see is missing when the call is made again
+    violations += [
+        f"{module.path}:{node.lineno} launches {name}[...] itself; type: launch({name}, grid)(...)"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Subscript) and (name := ast.unparse(node.value)) in kernels
+    ]
     if op in defined and f"{op}_ref" in defined:
         ours, truth = (signature(defined[name]) for name in (op, f"{op}_ref"))
         violations += [f"{module.path}: {op} takes {ours}, its reference {truth}"] if ours != truth else []

@@ -100,6 +100,8 @@ def test_the_source_hash_is_that_of_code_without_words_about_it():
     written = '"""About."""\n# more\nx = "# no comment"\n\ndef f(a):\n    """Twice,\n\n    and why."""\n'
     written += '    return a + "\\"\\"\\""\n'
     assert rows._code(written) == rows._code(code)
+    assert rows._code("def f(): ...  # ...") == "def f(): ..." != rows._code("def f(): 1")
+    assert rows._code('class A(B): "doc"; x = 1') != rows._code('class A(B): "doc"; x = 2')
     for before, after in (("# no", "# a"), ("a + ", "a * "), ("(a)", "(a, b=1)"), ("    return", "  return")):
         assert rows._code(code.replace(before, after)) != rows._code(code)
 

@@ -1,5 +1,6 @@
 """Launches: grids, arguments, threads, options, what a kernel prints and what it is refused for."""
 
+import sys
 import threading
 
 import pytest
@@ -110,6 +111,16 @@ def test_launches_from_several_python_threads():
         thread.join()
     for source, result in zip(x, y, strict=True):
         torch.testing.assert_close(result, source.softmax(1))
+
+
+def test_compiling_leaves_the_recursion_limit_alone(monkeypatch, tmp_path):
+    # it is one for all threads: Python's parser fails in a thread that is in it while another changes it
+    monkeypatch.setattr(sys, "setrecursionlimit", lambda limit: pytest.fail("the limit was changed"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, y = normal(40, 100), poisoned(40, 100)
+    _rows_kernel[(40,)](x, y, 100, BLOCK_N=2048)
+    torch.testing.assert_close(y, x.softmax(1))
+    assert any(tmp_path.rglob("*.so"))
 
 
 @triton.jit

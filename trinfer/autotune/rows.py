@@ -137,7 +137,7 @@ def source_hash(op: Tunable) -> str:
     package = home.__name__.rpartition(".")[0]
     digest = hashlib.sha256()
     for module in sorted(_reached(home, package), key=lambda module: module.__name__):
-        digest.update(_code(Path(str(module.__file__)).read_text()).encode())
+        digest.update(_code(Path(str(module.__file__)).read_text(encoding="utf-8")).encode())
     return digest.hexdigest()[:8]
 
 
@@ -145,14 +145,15 @@ def source_hash(op: Tunable) -> str:
 def _code(text: str) -> str:
     """Python source without comments, docstrings and blank lines, in words that every Python agrees on."""
     lines = text.split("\n")
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            last = node.end_lineno or node.lineno
-            lines[node.lineno - 1 : last] = [""] * (last - node.lineno + 1)
+    expressions = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
+    alone = {(value.lineno, value.col_offset) for value in expressions if isinstance(value, ast.Constant)}
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    # from the last to the first: what stands before keeps its place
+    for token in reversed(tokens):
+        (row, column), (last, end) = token.start, token.end
+        is_docstring = token.type == tokenize.STRING and (row, column) in alone
+        if token.type == tokenize.COMMENT or is_docstring:
+            lines[row - 1 : last] = [lines[row - 1][:column] + lines[last - 1][end:]]
     return "\n".join(stripped for line in lines if (stripped := line.rstrip()))
 
 

@@ -74,8 +74,7 @@ _recursion_lock = threading.Lock()
 
 @contextmanager
 def _deep_expressions() -> Iterator[None]:
-    """An unrolled loop makes expressions of thousands of nested ops, which the emitter follows
-    recursively."""
+    """Lets Python nest deeper, for all threads of the process: where one parses at that time, it may fail."""
     with _recursion_lock:
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(max(limit, 20_000))
@@ -87,8 +86,13 @@ def _deep_expressions() -> Iterator[None]:
 
 def _to_c(module: Any, metadata: dict[str, Any]) -> str:
     function = parse(str(module))
-    with _deep_expressions():
+    try:
         source, outputs = to_c(function, is_checking())
+    except RecursionError:
+        # a loop unrolled hundreds of times makes expressions that deep, which the emitter follows recursively
+        function = parse(str(module))
+        with _deep_expressions():
+            source, outputs = to_c(function, is_checking())
     metadata.update(
         name=function.name,
         outputs=outputs,

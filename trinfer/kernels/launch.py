@@ -1,8 +1,8 @@
-"""A launcher and its launch: counted, listed, and quick from the second call with arguments of one kind.
+"""A launcher and its launch: counted, listed, and quick when arguments of one kind come again and again.
 
 Checks, the choice of a configuration and Triton's own look-up cost more than the work of a small kernel, and
-all of them follow from shapes, strides, dtypes and options. A launcher goes that way once for each kind of
-arguments; later calls hand their tensors to the kernel that came out.
+all of them follow from shapes, strides, dtypes and options. The second call of a kind is followed on its way;
+later ones hand their tensors to the kernel that it came to.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinfer.autotune import is_watched, on_forget, tuned
@@ -23,6 +24,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # a server meets some hundred; whoever meets more starts anew
 _MOST_KINDS = 4096
+# what is known of a kind that came once, and of one whose calls do more than launch
+_ONCE, _NEVER = "once", "never"
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 _counters: list[Counter[str]] = []
@@ -57,7 +60,7 @@ def launched(name: str, *tensors: Tensor | None) -> None:
 
     `tensors` are those that it reads and writes from end to end, as far as they matter for its time.
     """
-    _first.name = name
+    _followed.name = name
     _count(name)
     for launches in _lists:
         launches.append((name, tensors))
@@ -71,59 +74,72 @@ def _count(name: str) -> None:
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """`kernel[grid]`, whose outcome the launcher around it may use again."""
     run = kernel[grid]
-    return run if _first.launches is None else functools.partial(_note, kernel, grid)
+    return run if _followed.launches is None else functools.partial(_note, kernel, grid)
 
 
 def _note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     compiled = kernel[grid](*arguments, **named)
     rest = kernel.arg_names[len(arguments) :]
-    # Triton's interpreter gives None, and its own decorators add arguments that are not seen here
-    if compiled is None or not all(name in named for name in rest):
-        _first.note(None)
+    # Triton's interpreter gives None, its compilation on the side a promise that takes no grid, and its own
+    # decorators add arguments that are not seen here
+    if not hasattr(type(compiled), "__getitem__") or not all(name in named for name in rest):
+        _followed.note(None)
     else:
         every = (*arguments, *(named[name] for name in rest))
-        _first.note(_Launch(_first.name, compiled[(*grid, 1, 1)[:3]], every))
+        _followed.note(_Launch(_followed.name, compiled[(*grid, 1, 1)[:3]], every))
 
 
 def launcher(function: Callable[P, R]) -> Callable[P, R]:
     """Make a launcher of a function that checks its arguments, makes its results and calls `launch`.
 
-    From the second call with arguments of one kind on, the function itself is skipped: new results, the same
+    From the third call with arguments of one kind on, the function itself is skipped: new results, the same
     kernel on the same grid. The kind is everything but the numbers in the tensors: shapes, strides, dtypes,
-    alignment, device, which of them begin at one address, and all other arguments.
+    alignment, device, which of them begin at one address, and all other arguments. A first call costs nothing
+    more than to see that it is one, so that sizes which grow from call to call stay as they were.
 
-    That is done only if this holds for the first call of the kind: one launch; every tensor that it takes is
+    That is done only if this holds for the second call of the kind: one launch; every tensor that it takes is
     an argument of the function or one of its results, each of which is an argument itself or new memory; the
     function calls no other launcher, computes nothing with torch and reads no numbers of a tensor (`tolist`
     and `numpy` go unnoticed: a launcher must not call them); its other arguments are None, bool, int, float,
     str or dtype, also in tuples. A call whose result is an argument that others reach into, one while a
-    search or a test watches choices, and one while someone lists launches go the long way.
+    search or a test watches choices, and one while someone lists launches go the long way. What else is on
+    the long way, such as Triton's hooks before a run, is skipped with it; `autotune.forget()` starts anew.
     """
     chosen = tuned(function)
-    memory: dict[tuple[Any, ...], _Known[R] | None] = {}
-    on_forget(memory.clear)
+    memory: dict[tuple[Any, ...], _Known[R] | str] = {}
+
+    def forget() -> None:
+        # not cleared: a call that is under way keeps what it learns for itself
+        nonlocal memory
+        memory = {}
+
+    on_forget(forget)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _first.launches is not None:
-            _first.note(None)
+        if _followed.launches is not None:
+            _followed.note(None)
         parts: list[Any] = []
         tensors: list[Tensor] = []
         values = (*args, tuple(kwargs), *kwargs.values())
         if is_watched() or _lists or not _describe(values, parts, tensors) or not tensors:
             return chosen(*args, **kwargs)
         addresses = [x.data_ptr() for x in tensors]
-        _describe_memory(addresses, tensors[0].device, parts)
-        kind = tuple(parts)
-        known = memory.get(kind)
-        if known is not None and not (known.written and known.overlap(addresses)):
+        _describe_addresses(addresses, parts)
+        kind, kinds = tuple(parts), memory
+        known = kinds.get(kind)
+        if isinstance(known, _Known) and not (known.written and known.overlap(addresses)):
             return known.launch(tensors)
-        if kind in memory:
+        if known is None:
+            if len(kinds) >= _MOST_KINDS:
+                kinds.clear()
+            kinds[kind] = _ONCE
+        if known is not _ONCE:
             return chosen(*args, **kwargs)
-        result, made = _call_first(chosen, args, kwargs)
-        if len(memory) >= _MOST_KINDS:
-            memory.clear()
-        memory[kind] = None if made is None else _learn(made, tensors, addresses, result)
+        result, made = _follow(chosen, args, kwargs)
+        # another thread may have begun to watch
+        if not is_watched():
+            kinds[kind] = _NEVER if made is None else _learn(made, tensors, addresses, result)
         return result
 
     # the storage of a tensor on an AMD GPU says what Triton compiles for it, which costs too much to ask
@@ -133,13 +149,15 @@ def launcher(function: Callable[P, R]) -> Callable[P, R]:
 def _describe(values: Iterable[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
     """Add what a launch may depend on, and the tensors in order; False if some value is of no known kind."""
     for value in values:
-        if type(value) in _PLAIN:
-            parts.append(value)
-        elif isinstance(value, Tensor):
-            parts += (value.shape, value.stride(), value.dtype)
+        kind = type(value)
+        if kind in _PLAIN:
+            # with its type: 1 == 1.0 == True
+            parts += (kind, value)
+        elif kind is Tensor or kind is Parameter:
+            parts += (value.shape, value.stride(), value.dtype, value.device)
             tensors.append(value)
         elif isinstance(value, tuple):
-            parts += (tuple, len(value))
+            parts += (kind, len(value))
             if not _describe(value, parts, tensors):
                 return False
         else:
@@ -147,11 +165,14 @@ def _describe(values: Iterable[Any], parts: list[Any], tensors: list[Tensor]) ->
     return True
 
 
-def _describe_memory(addresses: list[int], device: torch.device, parts: list[Any]) -> None:
-    """Add the device, what Triton asks of addresses, and which tensors begin at the same one."""
-    parts.append(device)
-    if device.type == "cuda":
-        # where Triton launches
+@functools.cache
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _describe_addresses(addresses: list[int], parts: list[Any]) -> None:
+    """Add what Triton asks of addresses, which tensors begin at the same one, and where Triton launches."""
+    if _has_gpu():
         parts.append(torch.cuda.current_device())
     bits = 0
     for address in addresses:
@@ -172,8 +193,8 @@ class _Launch(NamedTuple):
     """All of the kernel."""
 
 
-class _First(threading.local):
-    """The first call of a kind, if this thread is making one."""
+class _Followed(threading.local):
+    """The call that this thread follows, if it follows one."""
 
     launches: list[_Launch | None] | None = None
     """What it has launched; None for what cannot be used again, such as a call of another launcher."""
@@ -185,19 +206,19 @@ class _First(threading.local):
             self.launches.append(launch)
 
 
-_first = _First()
+_followed = _Followed()
 
 
-def _call_first(function: Callable[..., R], args: Any, kwargs: Any) -> tuple[R, _Launch | None]:
+def _follow(function: Callable[..., R], args: Any, kwargs: Any) -> tuple[R, _Launch | None]:
     """The result of a call, and its launch if nothing else was done with the numbers of tensors."""
-    before, _first.launches = _first.launches, []
-    _first.name = None
+    before, _followed.launches = _followed.launches, []
+    _followed.name = None
     try:
         with _TorchOps() as ops:
             result = function(*args, **kwargs)
-        launches = _first.launches
+        launches = _followed.launches
     finally:
-        _first.launches = before
+        _followed.launches = before
     return result, launches[0] if len(launches) == 1 and not ops.compute else None
 
 
@@ -209,19 +230,29 @@ class _TorchOps(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.compute = self.compute or not _makes_memory_or_views(func._schema)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.compute = self.compute or not (_makes_memory(func) or _is_view(func, args, result))
+        return result
 
 
-def _makes_memory_or_views(schema: Any) -> bool:
-    name = schema.name.removeprefix("aten::").removeprefix("new_")
-    aliases = [r.alias_info for r in schema.returns]
-    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    return name.startswith("empty") or is_view
+def _makes_memory(func: Any) -> bool:
+    return bool(func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"))
+
+
+def _is_view(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """True for views of the first argument; what `contiguous` and its like give may be a copy."""
+    aliases = [r.alias_info for r in func._schema.returns]
+    if not aliases or any(alias is None or alias.is_write for alias in aliases):
+        return False
+    if not args or not isinstance(args[0], Tensor):
+        return False
+    views = result if isinstance(result, list | tuple) else (result,)
+    memory = args[0].untyped_storage().data_ptr()
+    return all(view.untyped_storage().data_ptr() == memory for view in views)
 
 
 class _Known(NamedTuple, Generic[R]):
-    """What the first call with arguments of a kind came to, without its tensors."""
+    """What a call with arguments of a kind came to, without its tensors."""
 
     name: str | None
     """The op, if the launcher tells of its launches."""
@@ -259,31 +290,37 @@ class _Known(NamedTuple, Generic[R]):
         return cast(R, tuple(results) if self.is_tuple else results[0])
 
 
-def _learn(launch: _Launch, tensors: list[Tensor], addresses: list[int], result: R) -> _Known[R] | None:
-    """What a call with these tensors came to; None if other memory than theirs and new results took part."""
+def _learn(launch: _Launch, tensors: list[Tensor], addresses: list[int], result: R) -> _Known[R] | str:
+    """What a call with these tensors came to, if only their memory and that of new results took part."""
     is_tuple = type(result) is tuple
     given: list[Any] = list(cast(Any, result)) if is_tuple else [result]
     numbers = {id(x): number for number, x in enumerate(tensors)}
     if not all(x is None or id(x) in numbers or _is_new(x, addresses) for x in given):
-        return None
+        return _NEVER
     results = [numbers[id(x)] if id(x) in numbers else _maker(x) for x in given]
-    every = addresses + [0 if x is None else x.data_ptr() for x in given]
     arguments, places = list(launch.arguments), []
     for place, value in enumerate(arguments):
         if isinstance(value, Tensor):
-            if value.data_ptr() not in every:
-                return None
+            number = _number_of(value, [*tensors, *given])
+            if number is None:
+                return _NEVER
             arguments[place] = None
-            places.append((place, every.index(value.data_ptr())))
+            places.append((place, number))
         elif type(value) not in _PLAIN:
-            return None
+            return _NEVER
     new = {len(addresses) + n for n, make in enumerate(results) if callable(make)}
     written = [number for number in results if isinstance(number, int)]
     # the kernel writes all results
     if not new | set(written) or not new <= {number for _, number in places}:
-        return None
+        return _NEVER
     sizes = [spanned(x) for x in tensors]
     return _Known(launch.name, launch.run, arguments, places, results, is_tuple, written, sizes)
+
+
+def _number_of(x: Tensor, tensors: list[Any]) -> int | None:
+    """Which of the tensors begins where x does: x itself or one as long if there are several."""
+    there = [n for n, other in enumerate(tensors) if other is not None and other.data_ptr() == x.data_ptr()]
+    return min(there, key=lambda n: (tensors[n] is not x, spanned(tensors[n]) != spanned(x)), default=None)
 
 
 def _is_new(x: Any, addresses: list[int]) -> bool:
