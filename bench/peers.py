@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench.run import DTYPES, MODELS, PROMPT, TOKEN, inputs
 from trinfer import backend
-from trinfer.autotune.measure import agree, host_seconds, recorded, rotation, tensors
+from trinfer.autotune.measure import agree, host_seconds, recorded_on_gpu, rotation, tensors
 from trinfer.autotune.records import Call
 from trinfer.kernels import OPS
 
@@ -118,7 +118,9 @@ def _sampler(call: Callable[..., Any], copies: list[dict[str, Any]]) -> Callable
     run(2)
     once = min(host_seconds(run, 1) for _ in range(3))
     repeats = min(200, max(1, round(SAMPLE_S / max(once, 1e-7))))
-    seconds = recorded(run, repeats) if torch.cuda.is_available() else lambda: host_seconds(run, repeats)
+    seconds = (
+        recorded_on_gpu(run, repeats) if torch.cuda.is_available() else lambda: host_seconds(run, repeats)
+    )
     return lambda: seconds() / repeats * 1e6
 
 

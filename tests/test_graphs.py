@@ -138,6 +138,12 @@ def test_guard_lets_views_and_allocations_pass() -> None:
     assert y.shape == (1, 3, 3)
     with DispatchGuard(), pytest.raises(NotRecordable, match="allowed: kernels of trinfer"):
         x.sum()
+    # inference mode shows them whole, and says that they are views
+    with torch.inference_mode(), DispatchGuard():
+        assert x.contiguous().flatten().data_ptr() == x.data_ptr()
+        for copy in (lambda: x.t().contiguous(), lambda: x.t().reshape(-1), lambda: x.to(torch.float16)):
+            with pytest.raises(NotRecordable, match="allowed: kernels of trinfer"):
+                copy()
 
 
 @needs_kernels

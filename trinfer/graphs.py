@@ -7,15 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinfer import backend
+from trinfer.backend import Operations
 from trinfer.cpu.record import record
 
 logger = logging.getLogger(__name__)
-
-# what may run while launches are recorded: allocations and views, which leave nothing to replay
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class Recorded(Protocol):
@@ -29,17 +26,14 @@ class NotRecordable(RuntimeError):
     """Something between the launches would be missing from every replay."""
 
 
-class DispatchGuard(TorchDispatchMode):
+class DispatchGuard(Operations):
     """Refuses every torch operation that a recording would silently drop."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
-        if not (name in ALLOCATIONS or func.is_view):
-            raise NotRecordable(
-                f"torch operation {func} ran while launches were recorded and would be missing from every "
-                "replay; allowed: kernels of trinfer, allocations and views"
-            )
-        return func(*args, **(kwargs or {}))
+    def met(self, func: Any) -> None:
+        raise NotRecordable(
+            f"torch operation {func} ran while launches were recorded and would be missing from every "
+            "replay; allowed: kernels of trinfer, allocations and views"
+        )
 
 
 class Graphs:

@@ -13,6 +13,7 @@ from torch import Tensor
 from trinfer import backend
 from trinfer.autotune.choice import pin
 from trinfer.autotune.records import Call, Config
+from trinfer.cpu.record import record
 
 # two configurations add in another order: (RMS of the difference by that of the result, largest difference
 # by |result| + that RMS); whoever forgets an entry or adds one twice is far outside
@@ -163,7 +164,8 @@ class Trial:
         self._run(1)
         once = min(host_seconds(self._run, 1) for _ in range(3))
         self._repeats = min(MOST_REPEATS, max(1, round(SAMPLE_S / max(once, 1e-7))))
-        self._replay = recorded(self._run, self._repeats) if is_on_gpu(copies) else None
+        record = recorded_on_gpu if is_on_gpu(copies) else recorded_on_cpu
+        self._replay = record(self._run, self._repeats)
 
     def _run(self, count: int) -> None:
         launcher, copies = self._call.op.launcher, self._copies
@@ -200,7 +202,25 @@ def host_seconds(run: Callable[[int], Any], count: int) -> float:
     return time.perf_counter() - start
 
 
-def recorded(run: Callable[[int], Any], count: int) -> Callable[[], float]:
+def recorded_on_cpu(run: Callable[[int], Any], count: int) -> Callable[[], float] | None:
+    """Seconds of `count` launches replayed, as steps replay them; None if there is nothing to replay."""
+    if backend.kind() != "cpu":
+        return None
+    with record() as recording:
+        run(count)
+    if len(recording) < count:
+        return None
+
+    def replay() -> float:
+        start = time.perf_counter()
+        recording.replay()
+        return time.perf_counter() - start
+
+    replay()
+    return replay
+
+
+def recorded_on_gpu(run: Callable[[int], Any], count: int) -> Callable[[], float]:
     """Seconds of `count` launches on the device, without the host: they are recorded once, then replayed."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

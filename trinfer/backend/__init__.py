@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from trinfer import cpu
+from trinfer.backend.operations import Operations as Operations
 
 Kind = Literal["gpu", "cpu", "interpreter", "reference"]
 

@@ -15,9 +15,9 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinfer.autotune import is_watched, on_forget, tuned
+from trinfer.backend import Operations
 from trinfer.kernels.op import spanned
 
 P = ParamSpec("P")
@@ -214,41 +214,19 @@ def _follow(function: Callable[..., R], args: Any, kwargs: Any) -> tuple[R, _Lau
     before, _followed.launches = _followed.launches, []
     _followed.name = None
     try:
-        with _TorchOps() as ops:
+        with _Met() as operations:
             result = function(*args, **kwargs)
         launches = _followed.launches
     finally:
         _followed.launches = before
-    return result, launches[0] if len(launches) == 1 and not ops.compute else None
+    return result, launches[0] if len(launches) == 1 and not operations.any else None
 
 
-class _TorchOps(TorchDispatchMode):
-    """Notices whether torch does more than make memory and views of it."""
+class _Met(Operations):
+    any = False
 
-    compute = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.compute = self.compute or not (_makes_memory(func) or _is_view(func, args, result))
-        return result
-
-
-def _makes_memory(func: Any) -> bool:
-    return bool(func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"))
-
-
-def _is_view(func: Any, args: tuple[Any, ...], result: Any) -> bool:
-    """True for views of the first argument; what `contiguous` and its like give may be a copy."""
-    aliases = [r.alias_info for r in func._schema.returns]
-    if not aliases or any(alias is None or alias.is_write for alias in aliases):
-        return False
-    if not args or not isinstance(args[0], Tensor):
-        return False
-    views = result if isinstance(result, list | tuple) else (result,)
-    memory = args[0].untyped_storage().data_ptr()
-    return all(view.untyped_storage().data_ptr() == memory for view in views)
+    def met(self, func: Any) -> None:
+        self.any = True
 
 
 class _Known(NamedTuple, Generic[R]):
