@@ -29,6 +29,8 @@ SCRATCH = {"scratch"}
 ROTATED_BYTES = 128 << 20
 MOST_COPIES = 32
 SAMPLE_S, MOST_REPEATS = 0.004, 400
+# the smallest kernels take as long as handing programs to threads, which takes now this long, now that
+LEAST_CPU_GAIN_US = 0.5
 
 
 def copied(value: Any) -> Any:
@@ -262,10 +264,11 @@ def fastest(trials: list[Trial], out_of_time: Callable[[], bool]) -> Trial:
 
 
 def _wins(trial: Trial, default: Trial, rounds: int = 9) -> bool:
-    """True if `trial` is at least 3 % faster than the default, turn by turn."""
+    """True if `trial` is at least 3 % faster than the default, turn by turn, by more than a launch varies."""
     if trial is default:
         return False
     trial.samples_us.clear()
     default.samples_us.clear()
     gains = [default.sample() / trial.sample() for _ in range(rounds)]
-    return statistics.median(gains) >= 1.03 and trial.us < default.us
+    least = LEAST_CPU_GAIN_US if backend.kind() == "cpu" else 0.0
+    return statistics.median(gains) >= 1.03 and trial.us < default.us - least
