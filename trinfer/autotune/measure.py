@@ -29,8 +29,8 @@ SCRATCH = {"scratch"}
 ROTATED_BYTES = 128 << 20
 MOST_COPIES = 32
 SAMPLE_S, MOST_REPEATS = 0.004, 400
-# the smallest kernels take as long as handing programs to threads, which takes now this long, now that
-LEAST_CPU_GAIN_US = 0.5
+# the smallest kernels take less than handing programs to threads, which takes now this long, now that
+LEAST_CPU_GAIN_US = 1.0
 
 
 def copied(value: Any) -> Any:
