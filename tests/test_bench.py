@@ -13,13 +13,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compare, generate, peers, run, static
+from bench import compare, generate, machine, peers, run, static
 from bench import tune as bench_tune
 from tests.gguf_files import tiny_gguf
 from trinfer import backend
 from trinfer.kernels import OPS
 
 needs_kernels = pytest.mark.skipif(backend.kind() == "reference", reason="no kernel can run on this machine")
+
+
+def test_results_belong_to_the_design_of_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slug = backend.device_slug(torch.device("cpu"))
+    monkeypatch.setattr(backend, "default_device", lambda: torch.device("cpu"))
+    facts = {"model name": "A Processor", "cpu family": "26", "model": "2", "flags": "fpu"}
+    monkeypatch.setattr(machine, "_cpu_facts", lambda: facts)
+    assert machine.cpu_name() == "A Processor, family 26 model 2"
+    assert machine.results_path(tmp_path) == tmp_path / f"{slug}_family_26_model_2.json"
+    del facts["cpu family"]
+    assert machine.cpu_name() == "A Processor"
+    assert machine.results_path(tmp_path) == tmp_path / f"{slug}.json"
 
 
 @pytest.fixture

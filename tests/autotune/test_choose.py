@@ -107,6 +107,20 @@ def test_what_fails_in_its_default_or_while_it_is_tried_raises(folders):
         broken(1)
 
 
+def test_whoever_keeps_choices_hears_when_they_are_dropped(folders, monkeypatch):
+    dropped = []
+    monkeypatch.setattr(choice, "_forgetful", [lambda: dropped.append("now")])
+    forget()
+    assert dropped == ["now"]
+    op = Stub()
+    launch = failing(op)
+    lookup.keep(op, Key(), row(16))
+    forget()
+    with pytest.warns(UserWarning, match="is set aside"):
+        launch(1)
+    assert dropped == ["now"] * 3
+
+
 @needs_kernels
 def test_a_row_runs_in_the_kernel_and_computes_the_same(folders):
     op, x = kernels.OPS[0], make((3000,), torch.float32, 0)
