@@ -37,8 +37,9 @@ def activate() -> None:
     import triton
     from triton.backends import Backend, backends
 
-    from trinfer.cpu.compiler import CPUBackend
+    from trinfer.cpu.compiler import CPUBackend, parse_one_at_a_time
     from trinfer.cpu.driver import CPUDriver
 
     backends["cpu"] = Backend(CPUBackend, CPUDriver)
     triton.runtime.driver.set_active(CPUDriver())
+    parse_one_at_a_time()

@@ -1,5 +1,6 @@
 """The Triton backend `cpu`: TTIR -> C -> shared object, in three stages that Triton caches like any other."""
 
+import functools
 import hashlib
 import sys
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend, GPUTarget
+from triton.runtime.jit import JITFunction
 
 from trinfer.cpu import libdevice
 from trinfer.cpu.build import build, compile_listeners, version
@@ -74,7 +76,8 @@ _recursion_lock = threading.Lock()
 
 @contextmanager
 def _deep_expressions() -> Iterator[None]:
-    """Lets Python nest deeper, for all threads of the process: where one parses at that time, it may fail."""
+    """An unrolled loop makes expressions of thousands of nested ops, which the emitter follows
+    recursively."""
     with _recursion_lock:
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(max(limit, 20_000))
@@ -86,13 +89,8 @@ def _deep_expressions() -> Iterator[None]:
 
 def _to_c(module: Any, metadata: dict[str, Any]) -> str:
     function = parse(str(module))
-    try:
+    with _deep_expressions():
         source, outputs = to_c(function, is_checking())
-    except RecursionError:
-        # a loop unrolled hundreds of times makes expressions that deep, which the emitter follows recursively
-        function = parse(str(module))
-        with _deep_expressions():
-            source, outputs = to_c(function, is_checking())
     metadata.update(
         name=function.name,
         outputs=outputs,
@@ -110,6 +108,27 @@ def _to_so(source: str, metadata: dict[str, Any]) -> bytes:
     for listener in compile_listeners:
         listener(metadata["name"])
     return build(source, metadata["name"], [] if metadata["enable_fp_fusion"] else ["-ffp-contract=off"])
+
+
+_parser_lock = threading.RLock()
+
+
+def parse_one_at_a_time() -> None:
+    """Let Triton parse kernels in one thread at a time.
+
+    Python 3.11 keeps the depth of the tree that it builds for all threads together, and fails in one
+    ("AST constructor recursion depth mismatch") when another parses meanwhile.
+    """
+    if hasattr(JITFunction.parse, "__wrapped__"):
+        return
+    parse = JITFunction.parse
+
+    @functools.wraps(parse)
+    def locked(kernel: Any) -> Any:
+        with _parser_lock:
+            return parse(kernel)
+
+    JITFunction.parse = locked
 
 
 class CPUBackend(BaseBackend):
