@@ -166,8 +166,8 @@ class Trial:
         self._run(1)
         once = min(host_seconds(self._run, 1) for _ in range(3))
         self._repeats = min(MOST_REPEATS, max(1, round(SAMPLE_S / max(once, 1e-7))))
-        record = recorded_on_gpu if is_on_gpu(copies) else recorded_on_cpu
-        self._replay = record(self._run, self._repeats)
+        recorded = recorded_on_gpu if is_on_gpu(copies) else recorded_on_cpu
+        self._replay = recorded(self._run, self._repeats)
 
     def _run(self, count: int) -> None:
         launcher, copies = self._call.op.launcher, self._copies
